@@ -1,0 +1,37 @@
+# `make demo` and `make test` need only Python >= 3.11; everything else they fetch into .venv themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+.PHONY: setup setup-test demo test test-full check format clean
+
+setup: .venv/.for-use
+setup-test: .venv/.for-test
+
+.venv/.for-use: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/.for-test: .venv/.for-use
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+demo: setup
+	$(BIN)/adclr demo --out runs/demo
+
+check: setup-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest
+
+test-full: check
+	$(BIN)/pytest -m "not gpu"
+
+format: setup-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build

@@ -1,0 +1,38 @@
+"""ADCLR: Vision Transformers pretrained on images without labels, with features good for whole images and for places in them.
+
+The public names below are imported when they are first used, so that `import adclr` and `adclr --help` need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from adclr.evals import evaluate
+    from adclr.method import ADCLR
+    from adclr.training import pretrain
+    from adclr.vit import VisionTransformer
+    from adclr.weights import create_backbone, load
+
+__all__ = ["ADCLR", "VisionTransformer", "__version__", "create_backbone", "evaluate", "load", "pretrain"]
+
+_HOME = {
+    "ADCLR": "adclr.method",
+    "VisionTransformer": "adclr.vit",
+    "create_backbone": "adclr.weights",
+    "evaluate": "adclr.evals",
+    "load": "adclr.weights",
+    "pretrain": "adclr.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'adclr' has no attribute {name!r}")
+
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,3 @@
+from adclr.cli import main
+
+main()

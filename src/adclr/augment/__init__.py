@@ -1,0 +1,117 @@
+"""How views are made: `render(packed images, plan) -> Views`, in batch, on the device the images lie on.
+
+This is the plain reference in torch operations; it is right everywhere and each step is written once. Every output depends on its own
+image and plan alone, to the bit on a CPU: sums run over taps in order, never through a matrix product whose
+blocking could change with the neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adclr import views as planning
+from adclr.augment.photometric import photometric
+from adclr.augment.resample import resample
+from adclr.augment.transfer import send
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Images of any sizes, end to end, each 3×height×width uint8."""
+
+    bytes: Tensor  # 1-D uint8, on any device
+    offsets: NDArray[np.int64]  # B, where each image starts
+    sizes: NDArray[np.int64]  # B×2, height and width
+
+    def to(self, device: torch.device) -> Packed:
+        return Packed(self.bytes.to(device, non_blocking=True), self.offsets, self.sizes)
+
+
+def pack(images: list[NDArray[np.uint8]], pin: bool = False) -> Packed:
+    """Packs images of 3×height×width; in pinned memory they are copied to a GPU without waiting."""
+    lengths = np.array([image.size for image in images], np.int64)
+    flat = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=pin)
+    ends = np.cumsum(lengths)
+    for image, end in zip(images, ends, strict=True):
+        flat[int(end) - image.size : int(end)] = torch.from_numpy(image.reshape(-1))
+    sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
+    return Packed(flat, ends - lengths, sizes)
+
+
+@dataclass(frozen=True)
+class Masks:
+    grid: Tensor  # 2×B×N bool, true where a patch is hidden
+    index: Tensor  # M places of hidden patches in the flattened grid
+    weight: Tensor  # M, 1 / (hidden patches of the view · B · 2)
+
+
+@dataclass(frozen=True)
+class Views:
+    global_crops: Tensor  # 2×B×3×S×S
+    local_crops: Tensor | None  # L×B×3×s×s
+    queries: Tensor | None  # B×Q×3×P×P
+    masks: Masks | None
+
+
+@torch.no_grad()
+def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tuple[float, ...]) -> Views:
+    """All views of a batch, normalised, float32."""
+
+    def make(crops: planning.Crops | None) -> Tensor | None:
+        """V×B×3×S×S"""
+        return None if crops is None else _render(packed, crops, mean, std)
+
+    global_crops, local_crops, queries = make(plan.global_crops), make(plan.local_crops), make(plan.queries)
+    assert global_crops is not None
+    return Views(
+        global_crops,
+        local_crops,
+        None if queries is None else queries.transpose(0, 1).contiguous(),
+        None if plan.masks is None else _masks(plan.masks, packed.bytes.device),
+    )
+
+
+def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    device = packed.bytes.device
+    batch, count = crops.flip.shape
+    by_view = np.arange(batch * count).reshape(batch, count).T.reshape(-1)  # view-major, as the method wants them
+    image = by_view // count
+
+    def flat(array: NDArray[Any]) -> NDArray[Any]:
+        return array.reshape(batch * count, *array.shape[2:])[by_view]
+
+    x = resample(
+        packed.bytes,
+        packed.offsets[image],
+        packed.sizes[image],
+        flat(crops.boxes),
+        flat(crops.flip),
+        crops.size,
+    )
+    x = photometric(
+        x,
+        flat(crops.jitter),
+        flat(crops.factors),
+        flat(crops.order),
+        flat(crops.grey),
+        flat(crops.sigma),
+        flat(crops.solarise),
+    )
+    center, scale = (send(np.array(numbers, np.float32).reshape(3, 1, 1), device) for numbers in (mean, std))
+    x = (x - center) / scale
+    return x.view(count, batch, *x.shape[1:])
+
+
+def _masks(grid: NDArray[np.bool_], device: torch.device) -> Masks:
+    """Where the hidden patches lie is worked out on the host, so that the device need not be asked."""
+    by_view = grid.transpose(1, 0, 2)  # 2×B×N
+    hidden = np.maximum(1, by_view.sum(axis=-1, keepdims=True))
+    weight = np.broadcast_to(1.0 / (hidden * by_view.shape[0] * by_view.shape[1]), by_view.shape)
+    index = np.flatnonzero(by_view)
+    return Masks(send(by_view, device), send(index, device), send(weight.reshape(-1)[index].astype(np.float32), device))

@@ -1,0 +1,99 @@
+"""The choice made when no recipe is named: from the number and size of the images and the memory, with its reasons."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from adclr.config import UserError
+from adclr.decode import Unreadable, size_of
+from adclr.sources import ImageFolder
+
+SAMPLE = 200  # images whose headers are read
+SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
+LARGE_COLLECTION = 1_000_000
+STEPS = 20_000  # about what a small collection is trained for
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    recipe: str
+    settings: dict[str, Any]
+    reasons: list[str]
+
+
+def median_side(source: ImageFolder) -> int:
+    """The median of the shorter sides of up to 200 images, spread over the collection."""
+    sides = []
+    for index in np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int):
+        try:
+            sides.append(min(size_of(source.read(int(index)))))
+        except (Unreadable, OSError):
+            continue
+    if not sides:
+        raise UserError(f"none of {SAMPLE} images of {source.root} can be read; are they images?")
+    return int(statistics.median(sides))
+
+
+def gpu_bytes(device: str) -> int | None:
+    """The memory of the GPU that would be used; None if that is the CPU."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def choose(num_images: int, side: int, memory: int | None) -> Choice:
+    settings: dict[str, Any] = {}
+    reasons = []
+    if num_images >= SMALL_COLLECTION and side > 128:
+        large = num_images >= LARGE_COLLECTION and memory is not None and memory >= 60 * GIB
+        recipe = "adclr_vitb16" if large else "adclr_vits16"
+        reasons.append(f"recipe {recipe}: {num_images} images of about {side} pixels")
+    else:
+        recipe = "adclr_small"
+        what = f"{side} pixels are small images" if side <= 128 else f"{num_images} images are a small collection"
+        reasons.append(f"recipe {recipe}: {what}")
+        if side > 128:
+            settings |= {"model.patch_size": 16, "views.global_size": 224, "views.local_size": 96}
+            reasons.append(f"views of 224 and 96 pixels, patches of 16: images of about {side} pixels have them")
+        elif side < 64:
+            size = max(16, side // 4 * 4)
+            local = max(8, size // 2 // 4 * 4)
+            settings |= {"model.patch_size": 4, "views.global_size": size, "views.local_size": local}
+            reasons.append(f"views of {size} and {local} pixels, patches of 4: the images are about {side} pixels")
+        else:
+            size = min(96, side // 8 * 8)
+            local = max(16, size // 2 // 8 * 8)
+            settings |= {"model.patch_size": 8, "views.global_size": size, "views.local_size": local}
+            reasons.append(f"views of {size} and {local} pixels, patches of 8: the images are about {side} pixels")
+        batch = min(128, 2 ** max(0, (num_images // 8).bit_length() - 1))
+        per_epoch = max(1, num_images // batch)
+        epochs = int(min(800, max(20, round(STEPS / per_epoch))))
+        settings |= {
+            "train.batch_size": batch,
+            "train.epochs": epochs,
+            "optim.warmup_epochs": max(1, epochs // 20),
+        }
+        reasons.append(f"batch {batch}, {epochs} epochs: about {epochs * per_epoch} steps")
+    if memory is None:
+        settings |= {"model.size": "tiny"}
+        reasons.append("model.size=tiny: there is no GPU")
+    else:
+        reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
+    return Choice(recipe, settings, reasons)
+
+
+def choose_for(source: ImageFolder, device: str) -> Choice:
+    return choose(len(source), median_side(source), gpu_bytes(device))
+
+
+def cpu_count() -> int:
+    """Cores this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

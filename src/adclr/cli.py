@@ -1,0 +1,149 @@
+"""The commands. torch is imported only when a command runs, so that --help is instant.
+
+Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from adclr import __version__
+
+WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
+
+EPILOG = """A setting is key=value, for example train.epochs=100 or just epochs=100."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"adclr: {message}; {self.prog} --help says more", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parser() -> Parser:
+    main = Parser(
+        prog="adclr",
+        description="Pretrain a Vision Transformer on images without labels, and find out how good it is.",
+        epilog="adclr COMMAND --help lists every setting with its default.",
+    )
+    main.add_argument("--version", action="version", version=f"adclr {__version__}")
+    commands = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    demo = commands.add_parser("demo", help="the whole story on built-in images, on a CPU, in a few minutes")
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="of images and training (%(default)s)")
+
+    pretrain = commands.add_parser("pretrain", help="train on a folder of images", add_help=False)
+    pretrain.add_argument("data", nargs="?", metavar="DATA", help="folder of images, searched recursively")
+    pretrain.add_argument("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
+    pretrain.add_argument(
+        "--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images"
+    )
+    pretrain.add_argument("--resume", action="store_true", help="only go on with the run in --out, never start one")
+    pretrain.add_argument("--list-recipes", action="store_true", help="list the recipes and stop")
+    pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
+    evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
+    evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
+    evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
+    evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/DIR.json beside the weights)")
+    evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+    main.set_defaults(parsers={"pretrain": pretrain, "evaluate": evaluate})
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    words = [argument for argument in arguments if WORD.match(argument)]
+    top = parser()
+    options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])
+    if options.command is None:
+        top.print_help()
+        raise SystemExit(0)
+    # pydantic takes 60 ms to import, which plain --help need not wait for
+    from adclr.config import UserError
+
+    try:
+        {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate}[options.command](options, words)
+    except UserError as error:
+        print(f"adclr: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _print_settings(model: type, title: str) -> None:
+    from adclr.config import describe
+
+    rows = describe(model)
+    width = max(len(path) for path, _, _ in rows)
+    print(f"\n{title}")
+    for path, default, meaning in rows:
+        print(f"  {path:<{width}}  {default:<22} {meaning}")
+
+
+def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config
+
+    if options.help:
+        options.parsers["pretrain"].print_help()
+        _print_settings(config.Settings, "settings, with the defaults that recipes start from:")
+        return
+    if options.list_recipes:
+        for name in config.recipe_names():
+            first = config.recipe_text(name).splitlines()[0].removeprefix("# ")
+            print(f"{name:<20} {first}")
+        return
+    if not options.out:
+        options.parsers["pretrain"].error("no output directory was named; give --out RUN")
+    from adclr import launch
+
+    launched = launch.prepare(options.data, options.out, options.recipe, config.parse_words(words), options.resume)
+    for reason in launched.reasons:
+        print(reason, flush=True)
+    from adclr import training
+
+    training.run(launched)
+
+
+def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, evals
+
+    if options.help:
+        options.parsers["evaluate"].print_help()
+        for name in [options.name] if options.name else evals.NAMES:
+            _print_settings(evals.module(name).Settings, f"settings of {name}:")
+        return
+    if not options.name:
+        options.parsers["evaluate"].error(f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
+    values = config.parse_words(words)
+    for key in ("weights", "data"):
+        if getattr(options, key):
+            values[key] = getattr(options, key)
+    chosen = evals.module(options.name)
+    settings = config.build(chosen.Settings, values)
+    scores = chosen.run(settings)
+    from adclr.runs import provenance, write_json
+
+    for key, value in scores.items():
+        print(f"{key:<16} {value:.2f}" if value % 1 else f"{key:<16} {value:.0f}")
+    beside = Path(settings.weights)
+    beside = beside if beside.is_dir() else beside.parent
+    out = Path(options.out or beside / "evals" / options.name / f"{Path(settings.data).resolve().name}.json")
+    write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": provenance()})
+    print(f"written to {out}")
+
+
+def _demo(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import demo
+
+    if words:
+        options.parsers["pretrain"].error(f"the demo takes no settings, but was given {words[0]}")
+    demo.run(Path(options.out), options.seed)

@@ -1,0 +1,57 @@
+"""The whole story on built-in images: render, pretrain, score before and after, and look."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from adclr import launch, scenes, training
+from adclr.config import UserError
+from adclr.scenes import Scene
+from adclr.visualize import Box, attention_sheet
+from adclr.weights import load_weights
+
+SIZE = 64  # pixels of a scene
+NUM_TRAIN, NUM_VAL = 2000, 500
+SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety of kinds
+
+
+def run(out: Path, seed: int) -> None:
+    """Everything lies in `out`; a second time goes on from where the first stopped."""
+    started = time.monotonic()
+    images, folder, picture = out / "scenes", out / "run", out / "attention.png"
+    if not (images / "done").exists():
+        if out.exists() and any(path != images for path in out.iterdir()):
+            raise UserError(f"{out} holds something else; choose another --out")
+        print(f"rendering {NUM_TRAIN} + {NUM_VAL} scenes of {SIZE} pixels into {images}", flush=True)
+        scenes.write(images, seed, NUM_TRAIN, NUM_VAL, SIZE)
+        (images / "done").touch()
+    overrides = {"train.seed": seed, "probe.data": str(images)}
+    training.run(launch.prepare(images / "train", folder, "demo", overrides))
+    results = json.loads((folder / "results.json").read_text())
+    before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
+    shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
+    sheet = attention_sheet(
+        load_weights(folder), [Image.fromarray(s.image) for s in shown], [query_boxes(s) for s in shown]
+    )
+    sheet.save(picture)
+    print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
+    print(f"the run:     {folder}")
+    print(f"the weights: {folder}/backbone.safetensors")
+    print(f"the picture: {picture}")
+    print(f"{time.monotonic() - started:.0f} seconds")
+
+
+def query_boxes(scene: Scene) -> list[Box]:
+    """Two queries: a square in the middle of the largest object, and one in a corner that is ground."""
+    thing = max(scene.objects, key=lambda t: int(t.mask.sum()))
+    size, side = scene.image.shape[0], scene.image.shape[0] // 4
+    left, top = ((thing.box[i] + thing.box[i + 2]) // 2 - side // 2 for i in (0, 1))
+    on_object = (max(0, left), max(0, top), min(size, left + side), min(size, top + side))
+    labels = scene.labels()
+    corners = [(x, y) for x in (0, size - side) for y in (0, size - side)]
+    x, y = min(corners, key=lambda c: int((labels[c[1] : c[1] + side, c[0] : c[0] + side] > 0).sum()))
+    return [on_object, (x, y, x + side, y + side)]

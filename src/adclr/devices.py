@@ -1,0 +1,30 @@
+"""Which device to work on, and in which precision."""
+
+from __future__ import annotations
+
+import torch
+
+from adclr import distributed
+from adclr.config import UserError
+
+
+def choose(name: str) -> torch.device:
+    """`auto` is the GPU if there is one; in a group of processes each takes the one of its number."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("device=cuda was asked for but torch finds no GPU here; set device=cpu or install its driver")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    number = distributed.local_rank()
+    if number >= torch.cuda.device_count():
+        raise UserError(f"process {number} has no GPU of its own: there are {torch.cuda.device_count()}; start fewer")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 where it is asked for, or by default on a GPU; None is float32 throughout."""
+    if precision == "bfloat16" or (precision == "auto" and device.type == "cuda"):
+        return torch.bfloat16
+    return None

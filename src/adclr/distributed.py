@@ -1,0 +1,60 @@
+"""One process or many: start and stop, rank, reduce, gather. Every call is right in one process too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def session(device: torch.device) -> Iterator[None]:
+    """Joins the group that torchrun prepared (RANK, WORLD_SIZE, ... in the environment), if there is one."""
+    if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """The number of this process on its machine, which is the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_(tensor: Tensor) -> Tensor:
+    """Adds up over all processes, in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor
+
+
+def min_(tensor: Tensor) -> Tensor:
+    """The least over all processes, in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return tensor

@@ -1,0 +1,72 @@
+"""Random numbers as functions of a key, never of "the state of a generator so far".
+
+An image's key is a 64-bit hash of its relative path. `Draws(seed, epoch, keys).uniform("flip", 12)` gives each image
+twelve numbers that depend on seed, epoch, key, the word and the place alone: not on the batch, the process, the
+worker, on what was drawn before, or on other images.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def key_of(text: str) -> int:
+    """64 bits of a path or a word, the same on every machine."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+
+
+def mix(x: Words) -> Words:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def combine(*numbers: int) -> int:
+    """One 64-bit number that depends on each of some numbers and on their order."""
+    state = np.zeros(1, np.uint64)
+    for number in numbers:
+        state = mix(state + _GOLDEN + mix(np.array([number % 2**64], np.uint64)))
+    return int(state[0])
+
+
+@cache
+def _word(text: str) -> np.uint64:
+    return np.uint64(key_of(text))
+
+
+class Draws:
+    def __init__(self, seed: int, epoch: int, keys: Words) -> None:
+        self.state = mix(keys + np.uint64(combine(seed, epoch)))
+
+    def bits(self, word: str, *shape: int) -> Words:
+        """len(keys)×shape words of 64 random bits."""
+        count = int(np.prod(shape, dtype=np.int64))
+        start = mix(self.state ^ _word(word))
+        places = (np.arange(1, count + 1, dtype=np.uint64)) * _GOLDEN
+        return mix(start[:, None] + places[None]).reshape(len(self.state), *shape)
+
+    def uniform(self, word: str, *shape: int, low: float = 0.0, high: float = 1.0) -> NDArray[np.float64]:
+        """Numbers in [low, high): 53 random bits each."""
+        unit = (self.bits(word, *shape) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return low + (high - low) * unit
+
+    def chance(self, word: str, probability: float | NDArray[np.float64], *shape: int) -> NDArray[np.bool_]:
+        """True with the given probability."""
+        return np.asarray(self.uniform(word, *shape) < probability)
+
+    def permutation(self, word: str, length: int, *shape: int) -> NDArray[np.int64]:
+        """len(keys)×shape×length orders of 0..length-1."""
+        return np.argsort(self.bits(word, *shape, length), axis=-1, kind="stable")
+
+
+def epoch_order(seed: int, epoch: int, keys: Words) -> NDArray[np.int64]:
+    """The order in which an epoch visits images: by a hash of each, so that a file more or less moves no other."""
+    return np.argsort(Draws(seed, epoch, keys).bits("order", 1)[:, 0], kind="stable")

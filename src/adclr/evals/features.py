@@ -1,0 +1,98 @@
+"""Images -> features, the way evaluations see them: resized, centre-cropped, normalised, in order."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from adclr.config import UserError
+from adclr.decode import Unreadable, decode_image
+from adclr.progress import track
+from adclr.sources import ImageFolder
+from adclr.weights import Weights
+
+AHEAD = 4  # batches prepared while the network works
+RESIZE = 256 / 224  # the shorter side before the centre crop, of the input size
+
+
+@dataclass(frozen=True)
+class Features:
+    values: Tensor  # n×D float32, on the CPU
+    kept: NDArray[np.int64]  # which images of the source they are of: all but the unreadable
+
+
+def prepare(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Shorter side to 256/224 of the input size by bicubic resampling, then the centre: 3×height×width."""
+    height, width = size
+    scale = max(height * RESIZE / image.height, width * RESIZE / image.width)
+    resized = image.resize(
+        (max(width, round(image.width * scale)), max(height, round(image.height * scale))),
+        Image.Resampling.BICUBIC,
+    )
+    left, top = (resized.width - width) // 2, (resized.height - height) // 2
+    crop = resized.crop((left, top, left + width, top + height))
+    return np.asarray(crop).transpose(2, 0, 1)
+
+
+def prepared(
+    source: ImageFolder, size: tuple[int, int], batch_size: int, num_workers: int | None, max_pixels: int
+) -> Iterator[list[NDArray[np.uint8] | None]]:
+    """Batches of prepared images in the order of the source; None stands for an unreadable one."""
+
+    def one(index: int) -> NDArray[np.uint8] | None:
+        try:
+            return prepare(decode_image(source.read(index), max_pixels), size)
+        except (Unreadable, OSError):
+            return None
+
+    waiting: deque[list[Future[NDArray[np.uint8] | None]]] = deque()
+    pool = ThreadPoolExecutor(num_workers or os.cpu_count() or 1)
+    try:
+        for start in range(0, len(source), batch_size):
+            waiting.append([pool.submit(one, i) for i in range(start, min(start + batch_size, len(source)))])
+            if len(waiting) > AHEAD:
+                yield [future.result() for future in waiting.popleft()]
+        while waiting:
+            yield [future.result() for future in waiting.popleft()]
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@torch.no_grad()
+def extract(
+    weights: Weights,
+    source: ImageFolder,
+    pool: Callable[[Tensor], Tensor],
+    device: torch.device,
+    batch_size: int = 256,
+    num_workers: int | None = None,
+    max_pixels: int = 100_000_000,
+    name: str = "features",
+    show: bool = True,
+) -> Features:
+    """`pool(images)` for every readable image, float32 throughout."""
+    size = weights.vit.input_size
+    mean = torch.tensor(weights.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(weights.std, device=device).view(3, 1, 1)
+    values, kept = [], []
+    batches = prepared(source, size, batch_size, num_workers, max_pixels)
+    total = -(-len(source) // batch_size)
+    for number, batch in enumerate(track(batches, name, total, show)):
+        readable = [(number * batch_size + i, image) for i, image in enumerate(batch) if image is not None]
+        if not readable:
+            continue
+        pixels = torch.from_numpy(np.stack([image for _, image in readable])).to(device)
+        values.append(pool((pixels.float() / 255 - mean) / std).float().cpu())
+        kept += [index for index, _ in readable]
+    if not values:
+        raise UserError(f"none of the {len(source)} images of {source.root} can be read")
+    return Features(torch.cat(values), np.array(kept, np.int64))

@@ -1,0 +1,109 @@
+"""Batches ahead of the step: files are read and decoded by threads (decoding leaves Python's lock), in a fixed order.
+
+An unreadable image is listed once and its place is filled by a fixed rule: the pixels of the next readable image in the order of
+paths, with the draws of the place's own key. So neither threads nor luck decide what a batch holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.augment import Packed, pack
+from adclr.config import UserError
+from adclr.decode import Pixels, Unreadable, decode
+from adclr.draws import Words
+from adclr.sources import ImageFolder
+from adclr.views import Plan
+
+# Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
+AHEAD = 3
+
+
+Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> what is made of the batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    packed: Packed
+    plan: Plan
+
+
+class Feed:
+    """Reads images of a source; remembers which cannot be used."""
+
+    def __init__(
+        self,
+        source: ImageFolder,
+        num_workers: int,
+        max_pixels: int,
+        max_unreadable: float = 1.0,
+        pin: bool = False,
+        on_unreadable: Callable[[str, str], None] = lambda path, reason: None,
+    ) -> None:
+        self.source, self.num_workers, self.max_pixels, self.pin = source, num_workers, max_pixels, pin
+        self.max_unreadable, self.on_unreadable = max_unreadable, on_unreadable
+        self.unreadable: set[int] = set()
+        self._lock = Lock()
+
+    def image(self, index: int) -> Pixels:
+        """The pixels of an image, or of the next readable one."""
+        for step in range(len(self.source)):
+            candidate = (index + step) % len(self.source)
+            if candidate in self.unreadable:
+                continue
+            try:
+                return decode(self.source.read(candidate), self.max_pixels)
+            except (Unreadable, OSError) as error:
+                self._list(candidate, str(error))
+        raise UserError(f"none of the {len(self.source)} images of {self.source.root} can be read")
+
+    def _list(self, index: int, reason: str) -> None:
+        with self._lock:
+            if index in self.unreadable:
+                return
+            if not self.source.root.is_dir():
+                raise UserError(f"folder {self.source.root} has disappeared; bring it back and run the command again")
+            self.unreadable.add(index)
+            self.on_unreadable(self.source.paths[index], reason)
+            if len(self.unreadable) > self.max_unreadable * len(self.source):
+                raise UserError(
+                    f"{len(self.unreadable)} of {len(self.source)} images cannot be read, the last one "
+                    f"{self.source.paths[index]} ({reason}); mend them or raise data.max_unreadable"
+                )
+
+    def batches(self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner) -> Generator[Batch, None, None]:
+        """A batch for each (epoch, indices), in order."""
+        if self.num_workers == 0:
+            for epoch, indices in order:
+                yield self._assemble(epoch, indices, [self.image(int(i)) for i in indices], planner)
+            return
+        waiting: deque[Future[Batch]] = deque()
+        decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
+        assembler = ThreadPoolExecutor(1, thread_name_prefix="assemble")
+
+        def collect(epoch: int, indices: NDArray[np.int64], images: list[Future[Pixels]]) -> Batch:
+            return self._assemble(epoch, indices, [image.result() for image in images], planner)
+
+        try:
+            for epoch, indices in order:
+                images = [decoders.submit(self.image, int(i)) for i in indices]
+                waiting.append(assembler.submit(collect, epoch, indices, images))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            # decoders first: an assembler then finds its images cancelled and gives up at once
+            decoders.shutdown(wait=True, cancel_futures=True)
+            assembler.shutdown(wait=True, cancel_futures=True)
+
+    def _assemble(self, epoch: int, indices: NDArray[np.int64], images: list[Pixels], planner: Planner) -> Batch:
+        packed = pack(images, self.pin)
+        return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes))

@@ -1,0 +1,64 @@
+"""The projection head: one, shared by `[CLS]`, queries and patches."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ProjectionHead(nn.Module):
+    """D -> 2048 -> 2048 -> 256, L2-normalised, then K weight-normalised prototypes without bias.
+
+    `project` and `prototypes` are apart because the second is linear: the mean of all logits is the logits of the
+    mean projection, which is how the centers see every patch without K numbers for each of them.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_prototypes: int,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+        train_gain: bool = True,
+    ) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.GELU(),
+            nn.Linear(hidden_dim, bottleneck_dim),
+        )
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last_layer = Prototypes(bottleneck_dim, num_prototypes, train_gain)
+
+    def project(self, x: Tensor) -> Tensor:
+        """...×D -> ...×256 of length 1."""
+        return F.normalize(self.mlp(x), dim=-1)
+
+    def prototypes(self, projected: Tensor) -> Tensor:
+        """...×256 -> ...×K logits."""
+        return cast(Tensor, self.last_layer(projected))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.prototypes(self.project(x))
+
+
+class Prototypes(nn.Module):
+    """A linear layer whose rows are directions times gains. The gain is K×1, so it is decayed as DINO's is."""
+
+    def __init__(self, dim: int, num_prototypes: int, train_gain: bool) -> None:
+        super().__init__()
+        direction = torch.empty(num_prototypes, dim)
+        nn.init.kaiming_uniform_(direction, a=5**0.5)
+        self.direction = nn.Parameter(direction)
+        self.gain = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=train_gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.gain * F.normalize(self.direction, dim=-1))

@@ -1,0 +1,61 @@
+"""Labelled images: `DIR/train` + `DIR/val` with a sub-folder for each class, or one such folder that is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.config import UserError
+from adclr.draws import mix
+from adclr.sources import ImageFolder
+
+
+@dataclass(frozen=True)
+class Split:
+    source: ImageFolder
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    train: Split
+    val: Split
+    classes: list[str]
+
+
+def open_labelled(path: str | Path) -> Labelled:
+    """A fifth of an unsplit folder, chosen by the keys of its images, is the val split."""
+    root = Path(path)
+    if (root / "train").is_dir() and (root / "val").is_dir():
+        train, val = ImageFolder(root / "train"), ImageFolder(root / "val")
+    else:
+        whole = ImageFolder(root)
+        held_out = mix(whole.keys) % np.uint64(5) == 0
+        train, val = (
+            ImageFolder(root, [p for p, chosen in zip(whole.paths, which, strict=True) if chosen])
+            for which in (~held_out, held_out)
+        )
+    classes = sorted({_label(train, i) for i in range(len(train))})
+    if len(classes) < 2:
+        raise UserError(f"{train.root} has only one class ({classes[0]}); scores need a sub-folder for each class")
+    unknown = sorted({_label(val, i) for i in range(len(val))} - set(classes))
+    if unknown:
+        raise UserError(f"{val.root} has classes that {train.root} lacks: {', '.join(unknown[:5])}; give both the same")
+    if not len(val):
+        raise UserError(f"{root} is too small to be split into train and val; give {root}/train and {root}/val")
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
+
+
+def _numbered(source: ImageFolder, numbers: dict[str, int]) -> Split:
+    return Split(source, np.array([numbers[_label(source, i)] for i in range(len(source))], np.int64))
+
+
+def _label(source: ImageFolder, index: int) -> str:
+    label = source.label(index)
+    if label is None:
+        raise UserError(f"{source.root}/{source.paths[index]} lies in no class folder; put it into one or remove it")
+    return label

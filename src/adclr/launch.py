@@ -1,0 +1,102 @@
+"""From a command to settings, a collection and a run directory: all that can be known, and refused, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adclr import auto, config, loggers
+from adclr.config import Settings, UserError
+from adclr.runs import Run
+from adclr.sources import ImageFolder
+
+# What may differ when a run is resumed, because it does not say what is computed but how.
+FREE = (
+    "recipe",
+    "data.path",
+    "data.num_workers",
+    "data.max_unreadable",
+    "data.allow_changed",
+    "train.device",
+    "train.micro_batch_size",
+    "train.log_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.loggers",
+    "probe.data",
+    "probe.every_epochs",
+    "probe.k",
+    "probe.images_at_once",
+    "data.labels",
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    settings: Settings
+    source: ImageFolder
+    run: Run
+    reasons: list[str]  # of the automatic choice, for the user
+
+
+def prepare(
+    data: str | Path | None,
+    out: str | Path,
+    recipe: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> Launch:
+    """Everything is checked before anything is written."""
+    run = Run(out)
+    stored = run.settings()
+    overrides = dict(overrides or {}) | ({} if data is None else {"data.path": str(data)})
+    if stored is None:
+        if resume:
+            raise UserError(f"{run.path} holds no run to resume; leave out --resume to start one")
+        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+            raise UserError(f"{run.path} exists and holds no run; choose another --out")
+    # names and values first, since that is quick; the collection after
+    named = recipe if recipe not in (None, "auto") else None
+    base: Mapping[str, Any] = {}
+    if named is not None:
+        base = config.recipe(named) | {"recipe": named}
+    elif stored is not None:
+        base = stored.model_dump(mode="json")
+    settings = config.build(Settings, base, overrides)
+    if not settings.data.path:
+        raise UserError("no images were named; give the folder that holds them")
+    loggers.check(settings.train.loggers)
+    source = ImageFolder(settings.data.path)
+    reasons: list[str] = []
+    if named is None and stored is None:
+        choice = auto.choose_for(source, settings.train.device)
+        reasons = choice.reasons
+        base = config.flatten(config.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
+        settings = config.build(Settings, base, overrides)
+    if stored is not None:
+        found = config.differences(stored, settings, FREE)
+        if found:
+            raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
+    check_batch(settings, len(source))
+    return Launch(settings, source, run, reasons)
+
+
+def check_batch(settings: Settings, num_images: int) -> None:
+    batch, world = settings.train.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if num_images < batch:
+        raise UserError(
+            f"{settings.data.path} holds {num_images} images, fewer than train.batch_size={batch}; "
+            f"set train.batch_size={2 ** (num_images.bit_length() - 1)} or less"
+        )
+    if batch % world:
+        raise UserError(
+            f"train.batch_size={batch} does not divide over {world} processes; choose a multiple of {world}"
+        )
+    micro = settings.train.micro_batch_size
+    if micro and (batch // world) % micro:
+        raise UserError(
+            f"train.micro_batch_size={micro} does not divide the {batch // world} images of each of {world} processes"
+        )

@@ -1,0 +1,96 @@
+"""Parameter groups, clipping, and schedules as functions of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from adclr import distributed
+from adclr.config import Settings
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a step is done with."""
+
+    lr: float
+    weight_decay: float
+    momentum: float  # the teacher's
+    teacher_temperature: float
+    freeze_last_layer: bool
+
+
+def cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+@dataclass(frozen=True)
+class Schedules:
+    settings: Settings
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        return self.settings.train.epochs * self.steps_per_epoch
+
+    def at(self, step: int) -> Values:
+        optim, method, total = self.settings.optim, self.settings.method, self.total_steps
+        epoch = step // self.steps_per_epoch
+        peak = optim.lr * self.settings.train.batch_size / 256
+        warmup = round(optim.warmup_epochs * self.steps_per_epoch)
+        if step < warmup:
+            lr = peak * step / warmup
+        else:
+            lr = cosine(peak, optim.final_lr, (step - warmup) / max(1, total - warmup))
+        warm = method.teacher_temperature_warmup_epochs
+        rise = min(1.0, epoch / warm) if warm else 1.0
+        start, end = method.teacher_temperature_start, method.teacher_temperature
+        return Values(
+            lr=lr,
+            weight_decay=cosine(optim.weight_decay, optim.weight_decay_end, step / total),
+            momentum=cosine(method.momentum, method.momentum_end, step / total),
+            teacher_temperature=start + (end - start) * rise,
+            freeze_last_layer=step < optim.freeze_last_layer_epochs * self.steps_per_epoch,
+        )
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
+
+    The fused kernel is used on every device because it alone takes the flag that voids a step on the device.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "decayed": True},
+        {"params": [p for p in trained if p.ndim <= 1], "decayed": False, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=settings.optim.betas, fused=True)
+
+
+def update(
+    optimizer: torch.optim.AdamW, last_layer: nn.Module, values: Values, clip_norm: float | None, loss: Tensor
+) -> Tensor:
+    """Clips and steps; returns whether the step was good, as a 0-dim bool on the device.
+
+    Each parameter tensor is clipped on its own. A loss or gradient that is not finite voids the step in every process:
+    parameters, moments and step counts stay as they are, to the bit. The host is never asked.
+    """
+    if values.freeze_last_layer:
+        for parameter in last_layer.parameters():
+            parameter.grad = None  # without a gradient it is not decayed either
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients))
+    ok = distributed.min_((norms.isfinite().all() & loss.isfinite()).float())
+    if clip_norm is not None:
+        factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, list(factors.unbind()))
+    for group in optimizer.param_groups:
+        group["lr"] = values.lr
+        if group["decayed"]:
+            group["weight_decay"] = values.weight_decay
+    optimizer.found_inf = 1 - ok  # type: ignore[attr-defined]  # the fused kernel then writes nothing
+    optimizer.step()
+    return ok.bool()

@@ -1,0 +1,66 @@
+"""Progress of anything long: a live line on a terminal, a plain line now and then where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+
+
+class Line:
+    """`with Line("pretrain", total) as line: line.move(done, "loss 5.1")`"""
+
+    def __init__(self, name: str, total: int, done: int = 0, show: bool = True) -> None:
+        self.name, self.total, self.first = name, total, done
+        self.console = Console(file=sys.stderr, quiet=not show, highlight=False)
+        self.live = self.console.is_terminal and show
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+            transient=True,
+        )
+        self.task = self.bar.add_task(name, total=total, completed=done, text="")
+        self.started = self.printed = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def move(self, done: int, text: str = "") -> None:
+        if self.live:
+            self.bar.update(self.task, completed=done, text=text)
+            return
+        now = time.monotonic()
+        if now - self.printed >= PLAIN_SECONDS or done == self.total:
+            self.printed = now
+            left = (now - self.started) / max(1, done - self.first) * (self.total - done)
+            self.say(f"{self.name} {done}/{self.total} {text} {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.bar.console.print(text, markup=False, soft_wrap=True)
+
+
+def track(items: Iterable[T], name: str, total: int, show: bool = True) -> Iterator[T]:
+    with Line(name, total, show=show) as line:
+        for done, item in enumerate(items, 1):
+            yield item
+            line.move(done)

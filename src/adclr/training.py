@@ -1,0 +1,300 @@
+"""Pretraining: build -> resume -> loop -> export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adclr import auto, checkpoint, distributed, fit, launch, optim
+from adclr.augment import render
+from adclr.config import Settings, UserError, steps_per_epoch
+from adclr.devices import autocast_dtype, choose
+from adclr.draws import combine, epoch_order, key_of
+from adclr.evals import knn
+from adclr.feed import Batch, Feed
+from adclr.heads import ProjectionHead
+from adclr.journal import Journal, Meter
+from adclr.labelled import Labelled, open_labelled
+from adclr.launch import Launch
+from adclr.method import ADCLR, Branch
+from adclr.runs import Run, write_json
+from adclr.views import plan
+from adclr.weights import Weights, architecture, save_backbone
+
+CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
+
+
+def pretrain(
+    data: str | Path | None, out: str | Path, recipe: str | None = None, resume: bool = False, **settings: Any
+) -> Run:
+    """`pretrain("photos/", out="runs/photos", recipe="adclr_vits16", epochs=100)`: trains, or goes on, to the end."""
+    return run(launch.prepare(data, out, recipe, settings, resume))
+
+
+def build(settings: Settings) -> ADCLR:
+    """The method that settings describe, newly initialised from their seed."""
+    torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
+    method, shape = settings.method, architecture(settings)
+
+    def branch(drop_path: float) -> Branch:
+        head = ProjectionHead(
+            shape.dim,
+            method.num_prototypes,
+            method.head_hidden_dim,
+            method.head_bottleneck_dim,
+            method.train_gain,
+        )
+        return Branch(shape.build(drop_path, mask_token=settings.masked), head)
+
+    return ADCLR(
+        branch(settings.model.drop_path),
+        branch(0.0),
+        query_weight=method.query_weight,
+        masked_weight=method.masked_weight,
+        student_temperature=method.student_temperature,
+        center_momentum=method.center_momentum,
+        center=method.center,
+        target=method.target,
+        queries_in_local_views=method.queries_in_local_views,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a pretraining consists of while it runs."""
+
+    settings: Settings
+    run: Run
+    method: ADCLR
+    optimizer: torch.optim.AdamW
+    schedules: optim.Schedules
+    feed: Feed
+    device: torch.device
+    dtype: torch.dtype | None  # of autocast
+    micro_batch: int  # images at once in this process
+    meter: Meter
+    fingerprint: str  # of the collection
+
+    @property
+    def accumulate(self) -> int:
+        return self.settings.train.batch_size // distributed.world_size() // self.micro_batch
+
+
+def run(launched: Launch) -> Run:
+    """Runs to the end what was prepared; the same again resumes it."""
+    settings, run = launched.settings, launched.run
+    if run.finished:
+        print(f"{run.path} is finished: {run.path}/backbone.safetensors")
+        return run
+    device = choose(settings.train.device)
+    probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
+    labelled = open_labelled(probe_data) if probe_data else None
+    with distributed.session(device):
+        job = _assemble(launched, device)
+        try:
+            start = _resume(job, launched)
+            _train(job, start, Probe(job, labelled) if labelled else None)
+        except torch.OutOfMemoryError:
+            raise UserError(_too_large(job)) from None
+        if distributed.is_main():
+            _finish(job)
+        distributed.barrier()
+    return run
+
+
+def _assemble(launched: Launch, device: torch.device) -> Job:
+    settings, source, run = launched.settings, launched.source, launched.run
+    method = build(settings).to(device)
+    dtype = autocast_dtype(settings.train.precision, device)
+    local_batch = settings.train.batch_size // distributed.world_size()
+    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
+
+    def quarantine(path: str, reason: str) -> None:
+        if path not in listed:
+            run.append("quarantine.jsonl", {"path": path, "reason": reason})
+
+    workers = settings.data.num_workers
+    return Job(
+        settings=settings,
+        run=run,
+        method=method,
+        optimizer=optim.make_optimizer(method.student, settings),
+        schedules=optim.Schedules(settings, steps_per_epoch(settings, len(source))),
+        feed=Feed(
+            source,
+            auto.cpu_count() if workers is None else workers,
+            settings.data.max_pixels,
+            settings.data.max_unreadable,
+            pin=device.type == "cuda",
+            on_unreadable=quarantine,
+        ),
+        device=device,
+        dtype=dtype,
+        micro_batch=settings.train.micro_batch_size or fit.fitted(method, settings, local_batch, device, dtype),
+        meter=Meter(device),
+        fingerprint=source.fingerprint(),
+    )
+
+
+def _resume(job: Job, launched: Launch) -> int:
+    """Restores the latest checkpoint, if any, and opens the run's files; the number of steps already done."""
+    run = job.run
+    state = checkpoint.load(run, job.method, job.optimizer)
+    if state is not None:
+        if state.fingerprint != job.fingerprint and not job.settings.data.allow_changed:
+            raise UserError(
+                f"{launched.source.root} does not hold the images that {run.path} was started with; "
+                "restore them or set data.allow_changed=true"
+            )
+        job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
+    start = 0 if state is None else state.step
+    distributed.barrier()  # until all have read what the first process is about to write over
+    if distributed.is_main():
+        run.write_settings(job.settings)
+        run.add_provenance(_facts(job, launched, start))
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            run.cut(name, -1 if state is None else start)
+    return start
+
+
+def _facts(job: Job, launched: Launch, start: int) -> dict[str, Any]:
+    return {
+        "from_step": start,
+        "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        "precision": "float32" if job.dtype is None else "bfloat16",
+        "processes": distributed.world_size(),
+        "micro_batch_size": job.micro_batch,
+        "images": len(launched.source),
+        "collection": job.fingerprint,
+        "automatic_choice": launched.reasons,
+    }
+
+
+def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices) of every micro-batch of this process, from a step on."""
+    per_epoch, batch = job.schedules.steps_per_epoch, job.settings.train.batch_size
+    local = batch // distributed.world_size()
+    for step in range(start, job.schedules.total_steps):
+        epoch, place = divmod(step, per_epoch)
+        if place == 0 or step == start:
+            order = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
+        first = place * batch + distributed.rank() * local
+        for micro in range(first, first + local, job.micro_batch):
+            yield epoch, order[micro : micro + job.micro_batch]
+
+
+def _train(job: Job, start: int, probe: Probe | None) -> None:
+    settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
+    every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
+    model = DistributedDataParallel(job.method) if distributed.world_size() > 1 else job.method
+    batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
+    last_layer = job.method.student.head.last_layer
+    try:
+        with Journal(settings, job.run, schedules, job.meter, start) as journal:
+            if probe and start == 0:
+                journal.score(0, probe())
+            for step in range(start, total):
+                values = schedules.at(step)
+                losses = _losses(job, model, batches, step, values.teacher_temperature)
+                ok = optim.update(job.optimizer, last_layer, values, settings.optim.clip_norm, losses[0])
+                job.optimizer.zero_grad(set_to_none=True)
+                job.method.update(values.momentum, ok)
+
+                done = step + 1
+                journal.step(done, values, losses, ok)
+                if probe and probe.due(done):
+                    journal.score(done, probe())
+                if (done % every == 0 or done == total) and distributed.is_main():
+                    state = checkpoint.State(done, job.fingerprint, job.meter.sums.tolist())
+                    checkpoint.save(job.run, state, job.method, job.optimizer, settings.train.keep_checkpoints)
+    finally:
+        batches.close()
+
+
+def _losses(
+    job: Job,
+    model: ADCLR | DistributedDataParallel,
+    batches: Iterator[Batch],
+    step: int,
+    teacher_temperature: float,
+) -> Tensor:
+    """Forward and backward over the micro-batches of a step; its losses, in the order of `method.Losses`."""
+    data, sums = job.settings.data, torch.zeros(5, device=job.device)
+    for micro in range(job.accumulate):
+        batch = next(batches)
+        views = render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
+        # drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same
+        torch.manual_seed(combine(job.settings.train.seed, step, distributed.rank(), micro) % 2**63)
+        last = micro == job.accumulate - 1
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+            with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
+                losses = model(views, teacher_temperature)
+            (losses.total / job.accumulate).backward()
+        sums += torch.stack([loss.detach() for loss in losses]) / job.accumulate
+    return sums
+
+
+class Probe:
+    """The teacher's kNN score on labelled images; the first process takes it while the others wait."""
+
+    def __init__(self, job: Job, labelled: Labelled) -> None:
+        self.job, self.labelled, settings = job, labelled, job.settings.probe
+        self.every = settings.every_epochs * job.schedules.steps_per_epoch
+        workers = job.settings.data.num_workers or None
+        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
+
+    def due(self, done: int) -> bool:
+        return done % self.every == 0 or done == self.job.schedules.total_steps
+
+    def __call__(self) -> dict[str, float]:
+        job, scores = self.job, {}
+        if distributed.is_main():
+            data = job.settings.data
+            teacher = Weights(job.method.teacher.backbone, data.mean, data.std)
+            found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
+            scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
+        distributed.barrier()
+        return scores
+
+
+def _finish(job: Job) -> None:
+    """Exports the teacher's backbone and sums up the run."""
+    run, settings = job.run, job.settings
+    save_backbone(run.path, job.method.teacher.backbone.state_dict(), settings)
+    metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
+    speeds = [row["images_per_second"] for row in timing]
+    write_json(
+        run.path / "results.json",
+        {
+            "steps": job.schedules.total_steps,
+            "epochs": settings.train.epochs,
+            "seconds_training": sum(row["seconds"] for row in timing),
+            "images_per_second": float(np.median(speeds)) if speeds else None,
+            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
+            "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
+            "probes": [row for row in metrics if "knn_top1" in row],
+            "unreadable_images": len(list(run.rows("quarantine.jsonl"))),
+        },
+    )
+    print(f"done: {run.path}/backbone.safetensors")
+
+
+def _too_large(job: Job) -> str:
+    """One sentence with the size that fits, measured."""
+    job.optimizer.zero_grad(set_to_none=True)
+    job.optimizer.state.clear()
+    torch.cuda.empty_cache()
+    fits = fit.fitted(job.method, job.settings, job.micro_batch * job.accumulate, job.device, job.dtype)
+    total = torch.cuda.get_device_properties(job.device).total_memory / fit.GIB
+    return (
+        f"{job.micro_batch} images at once do not fit into the GPU's {total:.0f} GiB; set train.micro_batch_size={fits}"
+    )

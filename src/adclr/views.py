@@ -1,0 +1,190 @@
+"""Which crops, jitters and masks an image gets: numbers only, a pure function of (seed, epoch, key, height, width)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.config import Settings
+from adclr.draws import Draws, Words
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+TRIES = 10
+
+
+@dataclass(frozen=True)
+class Crops:
+    """V crops of each of B images, all resized to size×size; arrays are B×V or B×V×something."""
+
+    size: int
+    boxes: Ints  # top, left, height, width in pixels of the image
+    flip: Bools
+    jitter: Bools  # whether colours are jittered at all
+    factors: Floats  # brightness, contrast, saturation: factors; hue: shift, of the colour circle
+    order: Ints  # in which the four are applied
+    grey: Bools
+    sigma: Floats  # of the blur in pixels of the crop; 0 is none
+    solarise: Bools
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is made of a batch."""
+
+    global_crops: Crops
+    local_crops: Crops | None
+    queries: Crops | None
+    masks: Bools | None  # B×2×N, true where the student's patch is hidden
+
+
+def plan(settings: Settings, epoch: int, keys: Words, sizes: Ints) -> Plan:
+    """The plan of a batch of images with these keys and these sizes (B×2: height, width)."""
+    views, patch = settings.views, settings.model.patch_size
+    draws = Draws(settings.train.seed, epoch, keys)
+    local = queries = masks = None
+    global_crops = _crops(
+        settings,
+        draws,
+        sizes,
+        "global",
+        2,
+        views.global_size,
+        views.global_scale,
+        views.global_blur,
+        views.solarise,
+    )
+    if views.num_local:
+        local = _crops(
+            settings,
+            draws,
+            sizes,
+            "local",
+            views.num_local,
+            views.local_size,
+            views.local_scale,
+            views.local_blur,
+        )
+    if views.num_queries:
+        photometric = views.query_photometric == "local"
+        queries = _crops(
+            settings,
+            draws,
+            sizes,
+            "query",
+            views.num_queries,
+            patch,
+            views.query_scale,
+            views.local_blur if photometric else 0.0,
+            photometric=photometric,
+        )
+    if settings.masked:
+        side = views.global_size // patch
+        masks = block_masks(draws, 2, (side, side), views.mask_probability, views.mask_ratio)
+    return Plan(global_crops, local, queries, masks)
+
+
+def _crops(
+    settings: Settings,
+    draws: Draws,
+    sizes: Ints,
+    kind: str,
+    count: int,
+    size: int,
+    scale: tuple[float, float],
+    blur: float | tuple[float, float],
+    solarise: float | tuple[float, float] = 0.0,
+    photometric: bool = True,
+) -> Crops:
+    views = settings.views
+    shape = len(sizes), count
+    on = 1.0 if photometric else 0.0
+    strengths = np.array([views.brightness, views.contrast, views.saturation, views.hue])
+    middle = np.array([1.0, 1.0, 1.0, 0.0])
+    sigma = draws.uniform(f"{kind} sigma", count, low=views.blur_sigma[0], high=views.blur_sigma[1])
+    blurred = draws.chance(f"{kind} blur", np.broadcast_to(np.asarray(blur, np.float64), shape), count)
+    return Crops(
+        size=size,
+        boxes=crop_boxes(draws, kind, count, sizes, scale, views.aspect_ratio),
+        flip=draws.chance(f"{kind} flip", views.flip, count),
+        jitter=draws.chance(f"{kind} jitter", views.jitter * on, count),
+        factors=middle + strengths * draws.uniform(f"{kind} factors", count, 4, low=-1.0, high=1.0),
+        order=draws.permutation(f"{kind} order", 4, count),
+        grey=draws.chance(f"{kind} grey", views.grey * on, count),
+        sigma=np.where(blurred, sigma, 0.0),
+        solarise=draws.chance(f"{kind} solarise", np.broadcast_to(np.asarray(solarise, np.float64), shape), count),
+    )
+
+
+def crop_boxes(
+    draws: Draws, kind: str, count: int, sizes: Ints, scale: tuple[float, float], ratio: tuple[float, float]
+) -> Ints:
+    """Random resized crops, B×count×(top, left, height, width).
+
+    Of ten tries (area uniform in `scale`, width over height log-uniform in `ratio`) the first that fits is taken; if none does, the
+    largest central crop whose shape is in `ratio`.
+    """
+    batch = len(sizes)
+    height, width = sizes[:, 0].reshape(batch, 1, 1), sizes[:, 1].reshape(batch, 1, 1)
+    area = height * width * draws.uniform(f"{kind} area", count, TRIES, low=scale[0], high=scale[1])
+    low, high = np.log(ratio[0]), np.log(ratio[1])
+    aspect = np.exp(draws.uniform(f"{kind} aspect", count, TRIES, low=low, high=high))
+    h, w = np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    fits = (h > 0) & (w > 0) & (h <= height) & (w <= width)
+    first = fits.argmax(axis=-1)[..., None]
+    h, w = np.take_along_axis(h, first, -1)[..., 0], np.take_along_axis(w, first, -1)[..., 0]
+    height, width, none_fits = height[..., 0], width[..., 0], np.logical_not(fits.any(axis=-1))
+    whole_h = np.minimum(height, np.maximum(1, np.rint(width / ratio[0]))).astype(np.int64)
+    whole_w = np.minimum(width, np.maximum(1, np.rint(height * ratio[1]))).astype(np.int64)
+    h, w = np.where(none_fits, whole_h, h), np.where(none_fits, whole_w, w)
+    place = draws.uniform(f"{kind} place", count, 2)
+    place = np.where(none_fits[..., None], 0.5, place)
+    top = np.floor(place[..., 0] * (height - h + 1)).astype(np.int64)
+    left = np.floor(place[..., 1] * (width - w + 1)).astype(np.int64)
+    return np.stack([top, left, h, w], axis=-1)
+
+
+def block_masks(
+    draws: Draws,
+    count: int,
+    grid: tuple[int, int],
+    probability: float,
+    ratio: tuple[float, float],
+    aspect: float = 0.3,
+) -> Bools:
+    """Blockwise masks as iBOT draws them, B×count×N, all images at once.
+
+    A masked view hides up to a share of its patches, uniform in `ratio`. Blocks are added while there is room: each of
+    random area, at least (shorter side // 3)² patches unless less is left, and of random shape; ten tries for a
+    block that adds something and not too much, and when all fail the mask is done.
+    """
+    batch, (rows, columns) = len(draws.state), grid
+    views = batch * count
+    budget = draws.uniform("mask ratio", count, low=ratio[0], high=ratio[1]) * rows * columns
+    budget = np.where(draws.chance("masked", probability, count), budget, 0.0).reshape(views)
+    least = (min(rows, columns) // 3) ** 2
+    mask = np.zeros((views, rows, columns), np.bool_)
+    y, x = np.arange(rows)[None, :, None], np.arange(columns)[None, None, :]
+    failures = np.zeros(views, np.int64)
+    attempt = 0
+    while True:
+        room = budget - mask.sum(axis=(1, 2))
+        open_ = np.flatnonzero((room > 0) & (failures < TRIES))
+        if not len(open_):
+            return mask.reshape(batch, count, rows * columns)
+        u = draws.uniform(f"mask block {attempt}", count, 4).reshape(views, 4)[open_]
+        area = least + u[:, 0] * (room[open_] - least)
+        shape = np.exp(np.log(aspect) * (1 - 2 * u[:, 1]))
+        h = np.rint(np.sqrt(area * shape)).astype(np.int64)
+        w = np.rint(np.sqrt(area / shape)).astype(np.int64)
+        top = np.floor(u[:, 2] * (rows - h + 1)).astype(np.int64)[:, None, None]
+        left = np.floor(u[:, 3] * (columns - w + 1)).astype(np.int64)[:, None, None]
+        block = (y >= top) & (y < top + h[:, None, None]) & (x >= left) & (x < left + w[:, None, None])
+        new = (block & ~mask[open_]).sum(axis=(1, 2))
+        good = (h < rows) & (w < columns) & (new > 0) & (new <= room[open_])
+        mask[open_[good]] |= block[good]
+        failures[open_] = np.where(good, 0, failures[open_] + 1)
+        attempt += 1

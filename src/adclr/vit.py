@@ -1,0 +1,353 @@
+"""The one Vision Transformer: query tokens read the image; the image never reads them back.
+
+Shape letters used throughout: B images, V views, Q queries, N patches, T tokens, D width, H heads,
+K prototypes, P side of a patch in pixels. Image tokens are `[CLS]`, registers if any, then patches, in this order;
+queries stand behind them. State keys are timm's, so weights go both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+QueryKeys = Literal["image", "patches", "image_and_self", "all"]
+PositionResampling = Literal["antialias", "plain"]
+
+
+class Tokens(NamedTuple):
+    cls: Tensor  # B×D
+    patches: Tensor  # B×N×D
+    queries: Tensor | None  # B×Q×D
+    registers: Tensor | None  # B×R×D
+
+
+class Input(NamedTuple):
+    """What one forward pass takes."""
+
+    images: Tensor  # B×3×height×width
+    queries: Tensor | None = None  # B×Q×3×P×P
+    mask: Tensor | None = None  # B×N, true where a patch is hidden
+
+
+class Memory(NamedTuple):
+    """What was kept of images that were read, enough to answer any query later."""
+
+    keys: list[Tensor]  # of each block, B×H×T×(D/H)
+    values: list[Tensor]
+    tokens: Tokens
+
+
+def readable(num_tokens: int, num_image: int, num_prefix: int, rule: QueryKeys) -> Tensor:
+    """T×T, true where the token of the row may read the token of the column: the rule, spelled out."""
+    allowed = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    allowed[:, :num_image] = True
+    if rule == "all":
+        allowed[:] = True
+    elif rule == "patches":
+        allowed[num_image:, :num_prefix] = False
+    elif rule == "image_and_self":
+        allowed |= torch.eye(num_tokens, dtype=torch.bool)
+    return allowed
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, num_heads: int, query_keys: QueryKeys, num_prefix: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_keys: QueryKeys = query_keys
+        self.num_prefix = num_prefix  # [CLS] and registers
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """B×T×D -> queries, keys, values, each B×H×T×(D/H)."""
+        batch, tokens, dim = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def join(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.proj(x.transpose(1, 2).flatten(2)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, num_image: int) -> Tensor:
+        """Every token asks. Who answers is the rule; by default the image tokens, so that one call does it all."""
+        sdpa = F.scaled_dot_product_attention
+        n, prefix = num_image, self.num_prefix
+        if q.shape[2] == n or self.query_keys == "all":
+            return sdpa(q, k, v)
+        if self.query_keys == "image":
+            return sdpa(q, k[:, :, :n], v[:, :, :n])
+        if self.query_keys == "patches":
+            image = sdpa(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+            query = sdpa(q[:, :, n:], k[:, :, prefix:n], v[:, :, prefix:n])
+            return torch.cat([image, query], dim=2)
+        mask = readable(q.shape[2], n, prefix, self.query_keys).to(q.device)
+        return sdpa(q, k, v, attn_mask=mask)
+
+    def forward(self, x: Tensor, num_image: int) -> Tensor:
+        q, k, v = self.split(x)
+        return self.join(self.attend(q, k, v, num_image))
+
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What `forward` gives for query tokens `x`, from the kept keys and values of the image tokens."""
+        q, k, v = self.split(x)
+        mask = None
+        if self.query_keys == "patches":
+            keys, values = keys[:, :, self.num_prefix :], values[:, :, self.num_prefix :]
+        elif self.query_keys == "image_and_self":
+            n, queries = keys.shape[2], q.shape[2]
+            keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
+            mask = readable(n + queries, n, self.num_prefix, self.query_keys)[n:].to(q.device)
+        return self.join(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+    def weights(self, x: Tensor, num_image: int) -> Tensor:
+        """B×H×T×T attention, every row summing to 1; columns beyond the image tokens are 0 but for two rules."""
+        q, k, _ = self.split(x)
+        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
+        allowed = readable(x.shape[1], num_image, self.num_prefix, self.query_keys).to(x.device)
+        return F.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(x))))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, dim: int, value: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """In training, drops a sample's branch with probability `rate` and scales up the others."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        kept = torch.empty(x.shape[0], 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - self.rate)
+        return x * kept / (1 - self.rate)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, attention: Attention, layer_scale: float | None, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = attention
+        self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, 4 * dim)
+        self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, num_image: int) -> Tensor:
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), num_image)))
+        return self.think(x)
+
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values)))
+
+    def think(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.drop_path(self.ls2(self.mlp(self.norm2(x)))))
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """B×3×height×width -> B×D×(height/P)×(width/P)."""
+        return cast(Tensor, self.proj(images))
+
+
+class VisionTransformer(nn.Module):
+    """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
+
+    With registers the position of `[CLS]` is left out, as in timm's register models (its token can carry it).
+    `input_size` is (height, width) for which positions are stored; any other size divisible by P works too.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        patch_size: int,
+        input_size: int | tuple[int, int] = 224,
+        num_registers: int = 0,
+        layer_scale: float | None = None,
+        drop_path: float = 0.0,
+        query_keys: QueryKeys = "image",
+        position_resampling: PositionResampling = "antialias",
+        mask_token: bool = False,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide the width {dim}")
+        height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
+        self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
+        self.input_size = height, width
+        self.num_registers = num_registers
+        self.query_keys: QueryKeys = query_keys
+        self.position_resampling: PositionResampling = position_resampling
+        self.grid = self.grid_of(height, width)
+        self.num_prefix = 1 + num_registers
+        self.positioned_prefix = 0 if num_registers else 1
+        self.patch_embed = PatchEmbed(patch_size, dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
+        positions = self.positioned_prefix + self.grid[0] * self.grid[1]
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
+        self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                Attention(dim, num_heads, query_keys, self.num_prefix),
+                layer_scale,
+                drop_path * i / max(1, depth - 1),
+            )
+            for i in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for token in (self.cls_token, self.reg_token, self.pos_embed):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        if height % self.patch_size or width % self.patch_size or not height or not width:
+            raise ValueError(f"an image of {height}x{width} pixels is not divisible by patches of {self.patch_size}")
+        return height // self.patch_size, width // self.patch_size
+
+    # -- tokens in --
+
+    def positions(self, grid: tuple[int, int]) -> Tensor:
+        """The positions of `[CLS]` (unless there are registers) and of a grid of patches, resampled if need be."""
+        if grid == self.grid:
+            return self.pos_embed
+        prefix = self.pos_embed[:, : self.positioned_prefix]
+        stored = self.pos_embed[:, self.positioned_prefix :].float()
+        stored = stored.reshape(1, *self.grid, self.dim).permute(0, 3, 1, 2)
+        antialias = self.position_resampling == "antialias"
+        resampled = F.interpolate(stored, size=grid, mode="bicubic", antialias=antialias)
+        resampled = resampled.permute(0, 2, 3, 1).flatten(1, 2).to(prefix.dtype)
+        return torch.cat([prefix, resampled], dim=1)
+
+    def embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The image tokens, B×(1+R+N)×D."""
+        batch = images.shape[0]
+        grid = self.grid_of(images.shape[2], images.shape[3])
+        x = self.patch_embed(images).flatten(2).transpose(1, 2)
+        if mask is not None:
+            if self.mask_token is None:
+                raise ValueError("this backbone was made without a mask token")
+            x = torch.where(mask.unsqueeze(-1), self.mask_token.to(x.dtype), x)
+        cls = self.cls_token.expand(batch, -1, -1)
+        positions = self.positions(grid)
+        if self.reg_token is None:
+            return torch.cat([cls, x], dim=1) + positions
+        return torch.cat([cls, self.reg_token.expand(batch, -1, -1), x + positions], dim=1)
+
+    def embed_queries(self, queries: Tensor) -> Tensor:
+        """B×Q×3×P×P -> B×Q×D: the same projection as the patches', and no position."""
+        if queries.shape[-2:] != (self.patch_size, self.patch_size):
+            raise ValueError(f"query crops must be {self.patch_size}x{self.patch_size} pixels, one patch each")
+        batch, count = queries.shape[:2]
+        embedded: Tensor = self.patch_embed(queries.flatten(0, 1))
+        return embedded.view(batch, count, self.dim)
+
+    def _start(self, images: Tensor, queries: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int]:
+        x = self.embed(images, mask)
+        num_image = x.shape[1]
+        if queries is not None and queries.shape[1]:
+            x = torch.cat([x, self.embed_queries(queries)], dim=1)
+        return x, num_image
+
+    def _name(self, x: Tensor, num_image: int) -> Tokens:
+        return Tokens(
+            cls=x[:, 0],
+            patches=x[:, self.num_prefix : num_image],
+            queries=x[:, num_image:] if x.shape[1] > num_image else None,
+            registers=x[:, 1 : self.num_prefix] if self.num_registers else None,
+        )
+
+    # -- tokens out --
+
+    def forward(self, images: Tensor, queries: Tensor | None = None, mask: Tensor | None = None) -> Tokens:
+        x, num_image = self._start(images, queries, mask)
+        for block in self.blocks:
+            x = block(x, num_image)
+        return self._name(self.norm(x), num_image)
+
+    def forward_many(self, inputs: Sequence[Input]) -> list[Tokens]:
+        """One forward for each crop size."""
+        return [self(*item) for item in inputs]
+
+    def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
+        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""
+        wanted = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
+        chosen = [layer % self.depth for layer in wanted]
+        x, num_image = self._start(images, None, None)
+        found = {}
+        for i, block in enumerate(self.blocks):
+            x = block(x, num_image)
+            if i in chosen:
+                found[i] = self._name(self.norm(x) if norm else x, num_image)
+        return [found[i] for i in chosen]
+
+    def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
+        """B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""
+        x, num_image = self._start(images, queries, None)
+        for i, layer in enumerate(self.blocks):
+            assert isinstance(layer, Block)
+            if i == block % self.depth:
+                return layer.attn.weights(layer.norm1(x), num_image)
+            x = layer(x, num_image)
+        raise AssertionError("a ViT has at least one block")
+
+    # -- read once, ask often --
+
+    def read(self, images: Tensor) -> Memory:
+        """Reads images and keeps what queries will need: since no image token reads a query, this is all."""
+        if self.query_keys == "all":
+            raise ValueError("with query_keys=all the image reads its queries, so it cannot be read before them")
+        x, num_image = self._start(images, None, None)
+        keys, values = [], []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            q, k, v = block.attn.split(block.norm1(x))
+            keys.append(k)
+            values.append(v)
+            x = block.think(x + block.drop_path(block.ls1(block.attn.join(block.attn.attend(q, k, v, num_image)))))
+        return Memory(keys, values, self._name(self.norm(x), num_image))
+
+    def ask(self, memory: Memory, queries: Tensor) -> Tensor:
+        """B×Q×D: what `forward` gives for these queries, at the cost of the queries alone."""
+        x = self.embed_queries(queries)
+        for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
+            assert isinstance(block, Block)
+            x = block.ask(x, keys, values)
+        return cast(Tensor, self.norm(x))

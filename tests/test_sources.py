@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adclr.config import UserError
+from adclr.labelled import open_labelled
+from adclr.sources import ImageFolder
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path, format="PNG")
+
+
+def test_a_folder_is_searched_to_the_bottom_in_a_stable_order(tmp_path: Path) -> None:
+    touch(tmp_path, "b/2.png", "b/1.JPG", "a/x/y/3.webp", "0.tiff", ".hidden.png", ".cache/4.png", "a/.x.png")
+    (tmp_path / "notes.txt").write_text("no image")
+    source = ImageFolder(tmp_path)
+    assert source.paths == ["0.tiff", "a/x/y/3.webp", "b/1.JPG", "b/2.png"]
+    assert [source.label(i) for i in range(4)] == [None, "a", "b", "b"]
+    assert len(set(source.keys.tolist())) == 4
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    touch(tmp_path / "real", "1.png")
+    data = tmp_path / "data"
+    data.mkdir()
+    os.symlink(tmp_path / "real", data / "a")
+    os.symlink(tmp_path / "real", data / "b")
+    os.symlink(data, data / "loop")
+    os.symlink(tmp_path / "gone", data / "broken.png")
+    assert len(ImageFolder(data)) == 1
+
+
+def test_the_fingerprint_is_of_names_wherever_they_lie(tmp_path: Path) -> None:
+    touch(tmp_path / "one", "a/1.png", "2.png")
+    touch(tmp_path / "two", "a/1.png", "2.png")
+    touch(tmp_path / "three", "a/1.png", "3.png")
+    one, two, three = (ImageFolder(tmp_path / name) for name in ("one", "two", "three"))
+    assert one.fingerprint() == two.fingerprint() != three.fingerprint()
+    assert np.array_equal(one.keys, two.keys)
+
+
+def test_a_labelled_folder_is_split_by_key(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"{kind}/{i}.png" for kind in "ab" for i in range(100)))
+    found = open_labelled(tmp_path)
+    assert found.classes == ["a", "b"]
+    assert len(found.train.source) + len(found.val.source) == 200
+    assert 20 < len(found.val.source) < 60
+    assert not set(found.train.source.paths) & set(found.val.source.paths)
+    before = set(found.val.source.paths)
+    touch(tmp_path, "b/more.png")  # moves no other image from one side to the other
+    assert before <= set(open_labelled(tmp_path).val.source.paths) <= before | {"b/more.png"}
+
+
+def test_train_and_val_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    touch(tmp_path, "train/cat/1.png", "train/dog/2.png", "val/dog/3.png")
+    found = open_labelled(tmp_path)
+    assert found.train.labels.tolist() == [0, 1]
+    assert found.val.labels.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "holds no image"),
+        (("train/cat/1.png", "val/cat/2.png"), "only one class"),
+        (("train/cat/1.png", "train/dog/2.png", "val/cow/3.png"), "cow"),
+        (("cat/1.png", "dog/2.png", "3.png"), "no class folder"),
+    ],
+)
+def test_labels_that_cannot_be_scored_are_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    touch(tmp_path, *files)
+    with pytest.raises(UserError, match=message):
+        open_labelled(tmp_path)

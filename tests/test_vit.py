@@ -1,0 +1,267 @@
+"""The ViT: the three exact consequences, the four readings, and timm's numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from adclr.vit import Attention, Input, QueryKeys, VisionTransformer, readable
+from adclr.weights import create_backbone
+
+UNIDIRECTIONAL: tuple[QueryKeys, ...] = ("image", "patches", "image_and_self")
+
+
+def make(query_keys: QueryKeys = "image", **options: object) -> VisionTransformer:
+    torch.manual_seed(0)
+    vit = VisionTransformer(48, 3, 3, 8, 32, query_keys=query_keys, **options).eval()  # type: ignore[arg-type]
+    for parameter in vit.parameters():  # far from the initial values, where attention is nearly uniform
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return vit
+
+
+def inputs(batch: int = 3, queries: int = 5) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(batch, 3, 32, 32), torch.randn(batch, queries, 3, 8, 8)
+
+
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@torch.no_grad()
+def test_contents_of_queries_change_no_bit_of_the_image_tokens(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys), inputs()
+    a, b = vit(images, queries), vit(images, 100 * torch.randn_like(queries))
+    assert torch.equal(a.cls, b.cls)
+    assert torch.equal(a.patches, b.patches)
+    assert not torch.equal(a.queries, b.queries)
+    without = vit(images)
+    assert without.queries is None
+    torch.testing.assert_close(without.cls, a.cls, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(without.patches, a.patches, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+def test_image_tokens_have_exactly_no_gradient_from_queries(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys), inputs()
+    queries.requires_grad_()
+    tokens = vit(images, queries)
+    (tokens.cls.square().sum() + tokens.patches.square().sum()).backward()
+    assert queries.grad is not None
+    assert torch.count_nonzero(queries.grad) == 0
+
+
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@torch.no_grad()
+def test_a_query_does_not_depend_on_the_others_by_one_bit(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys), inputs()
+    others = torch.randn_like(queries)
+    others[:, 2] = queries[:, 2]
+    assert torch.equal(vit(images, queries).queries[:, 2], vit(images, others).queries[:, 2])
+
+
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@torch.no_grad()
+def test_permuting_queries_permutes_their_outputs(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys), inputs()
+    order = torch.tensor([3, 0, 4, 1, 2])
+    a, b = vit(images, queries[:, order]).queries, vit(images, queries).queries[:, order]
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_bidirectional_breaks_the_first_two_consequences() -> None:
+    vit, (images, queries) = make("all"), inputs()
+    others = torch.randn_like(queries)
+    others[:, 2] = queries[:, 2]
+    a, b = vit(images, queries), vit(images, others)
+    assert (a.cls - b.cls).abs().max() > 1e-3
+    assert (a.queries[:, 2] - b.queries[:, 2]).abs().max() > 1e-3
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, answering: list[list[int]]) -> Tensor:
+    """softmax(q·k / sqrt(d)) v in float64, token by token, over the tokens that answer each."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for t, keys in enumerate(answering):
+                scores = torch.stack([torch.dot(q[b, h, t], k[b, h, j]) for j in keys]) / math.sqrt(q.shape[-1])
+                weights = torch.exp(scores) / torch.exp(scores).sum()
+                for w, j in zip(weights, keys, strict=True):
+                    out[b, h, t] += w * v[b, h, j]
+    return out
+
+
+@pytest.mark.parametrize("num_registers", [0, 2])
+@pytest.mark.parametrize("query_keys", [*UNIDIRECTIONAL, "all"])
+@torch.no_grad()
+def test_each_reading_is_the_attention_it_says(query_keys: QueryKeys, num_registers: int) -> None:
+    prefix, patches, queries = 1 + num_registers, 4, 3
+    image = list(range(prefix + patches))
+    own = [len(image) + i for i in range(queries)]
+    answering = {
+        "image": [image] * len(image) + [image] * queries,
+        "patches": [image] * len(image) + [image[prefix:]] * queries,
+        "image_and_self": [image] * len(image) + [[*image, i] for i in own],
+        "all": [image + own] * (len(image) + queries),
+    }[query_keys]
+    attention = Attention(12, 3, query_keys, prefix)
+    torch.manual_seed(2)
+    q, k, v = torch.randn(3, 2, 3, len(image) + queries, 4)
+    torch.testing.assert_close(
+        attention.attend(q, k, v, len(image)).double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6
+    )
+    table = readable(len(image) + queries, len(image), prefix, query_keys)
+    assert [row.nonzero().flatten().tolist() for row in table] == answering
+
+
+def copy_from_timm(name: str, size: int) -> tuple[torch.nn.Module, VisionTransformer]:
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, dynamic_img_size=True).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    size_name, patch = name.split("_")[1], int(name.split("_patch")[1].split("_")[0])
+    registers = 4 if "reg4" in name else 0
+    ours = create_backbone(
+        f"vit_{size_name}_patch{patch}",
+        input_size=size,
+        num_registers=registers,
+        layer_scale=1e-5 if "dinov2" in name else None,
+    ).eval()
+    ours.load_state_dict(theirs.state_dict())  # strict: the keys and shapes are the same
+    return theirs, ours
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch14_reg4_dinov2"],
+)
+@torch.no_grad()
+def test_outputs_equal_timms(name: str) -> None:
+    theirs, ours = copy_from_timm(name, 224)
+    patch = ours.patch_size
+    for height, width in ((224, 224), (10 * patch, 17 * patch)):
+        images = torch.randn(2, 3, height, width)
+        expected, found = theirs.forward_features(images), ours(images)  # type: ignore[operator]
+        torch.testing.assert_close(found.cls, expected[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.patches, expected[:, ours.num_prefix :], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_intermediate_layers_equal_timms() -> None:
+    theirs, ours = copy_from_timm("vit_tiny_patch16_224", 224)
+    images = torch.randn(1, 3, 224, 224)
+    expected = theirs.get_intermediate_layers(images, n=4, return_prefix_tokens=True, norm=True)  # type: ignore[operator]
+    for (patches, prefix), tokens in zip(expected, ours.intermediate(images, 4), strict=True):
+        torch.testing.assert_close(tokens.patches, patches, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tokens.cls, prefix[:, 0], rtol=1e-5, atol=1e-5)
+    last, first = ours.intermediate(images, [11, 0], norm=True)
+    torch.testing.assert_close(last.cls, ours(images).cls)
+    assert not torch.allclose(first.cls, last.cls)
+
+
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@torch.no_grad()
+def test_read_once_and_ask_often_is_forward(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys, num_registers=2, layer_scale=0.5), inputs()
+    memory = vit.read(images)
+    whole = vit(images, queries)
+    torch.testing.assert_close(memory.tokens.cls, whole.cls, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vit.ask(memory, queries), whole.queries, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vit.ask(memory, queries[:, 1:2]), whole.queries[:, 1:2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_bidirectional_vit_cannot_be_read_before_its_queries() -> None:
+    with pytest.raises(ValueError, match="query_keys=all"):
+        make("all").read(torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("query_keys", [*UNIDIRECTIONAL, "all"])
+@torch.no_grad()
+def test_attention_rows_sum_to_one_and_give_the_blocks_output(query_keys: QueryKeys) -> None:
+    vit, (images, queries) = make(query_keys), inputs()
+    tokens = 1 + 16 + 5
+    weights = vit.attention(images, queries, block=1)
+    assert weights.shape == (3, 3, tokens, tokens)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 3, tokens))
+    x, num_image = vit._start(images, queries, None)
+    x = vit.blocks[0](x, num_image)
+    attn = vit.blocks[1].attn
+    assert isinstance(attn, Attention)
+    q, k, v = attn.split(vit.blocks[1].norm1(x))  # type: ignore[operator]
+    torch.testing.assert_close(weights @ v, attn.attend(q, k, v, num_image), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_mask_replaces_embeddings_before_positions_are_added() -> None:
+    vit = make(mask_token=True)
+    images, _ = inputs()
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    mask[0, 3] = mask[2, 7] = True
+    plain, masked = vit.embed(images), vit.embed(images, mask)
+    assert vit.mask_token is not None
+    torch.testing.assert_close(masked[0, 4], vit.mask_token[0] + vit.pos_embed[0, 4])
+    changed = (plain != masked).any(dim=-1)
+    assert changed.nonzero().tolist() == [[0, 4], [2, 8]]
+    hidden = images.clone()
+    hidden[0, :, 0:8, 24:32] = 9.0  # the pixels of patch 3, which nobody may see
+    assert torch.equal(vit(images, mask=mask).cls, vit(hidden, mask=mask).cls)
+
+
+@torch.no_grad()
+def test_positions_of_another_grid() -> None:
+    vit = make()
+    assert vit.positions((4, 4)) is vit.pos_embed
+    grid = vit.pos_embed[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
+    for mode, antialias in (("antialias", True), ("plain", False)):
+        vit.position_resampling = mode  # type: ignore[assignment]
+        expected = torch.nn.functional.interpolate(grid, size=(2, 3), mode="bicubic", antialias=antialias)
+        found = vit.positions((2, 3))
+        torch.testing.assert_close(found[:, 1:].reshape(1, 2, 3, 48).permute(0, 3, 1, 2), expected)
+        assert torch.equal(found[:, 0], vit.pos_embed[:, 0])
+    assert vit(torch.randn(1, 3, 16, 24)).patches.shape == (1, 6, 48)
+
+
+@torch.no_grad()
+def test_forward_many_is_forward_for_each() -> None:
+    vit, (images, queries) = make(), inputs()
+    many = vit.forward_many([Input(images, queries), Input(images[:, :, :16, :24])])
+    torch.testing.assert_close(many[0].queries, vit(images, queries).queries)
+    torch.testing.assert_close(many[1].cls, vit(images[:, :, :16, :24]).cls)
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_mean() -> None:
+    vit = make(drop_path=0.5)
+    assert [block.drop_path.rate for block in vit.blocks] == [0.0, 0.25, 0.5]  # type: ignore[union-attr]
+    drop = vit.blocks[2].drop_path.train()  # type: ignore[union-attr]
+    x = torch.ones(4000, 2, 3)
+    y = drop(x)
+    assert set(y.unique().tolist()) == {0.0, 2.0}
+    assert (y == y[:, :1, :1]).all()
+    assert abs(y.mean().item() - 1) < 0.1
+    images, _ = inputs()
+    assert torch.equal(vit.eval()(images).cls, vit(images).cls)
+
+
+def test_what_cannot_be_is_said() -> None:
+    vit = make()
+    with pytest.raises(ValueError, match="not divisible"):
+        vit(torch.randn(1, 3, 33, 32))
+    with pytest.raises(ValueError, match="8x8"):
+        vit(torch.randn(1, 3, 32, 32), torch.randn(1, 2, 3, 16, 16))
+    with pytest.raises(ValueError, match="mask token"):
+        vit(torch.randn(1, 3, 32, 32), mask=torch.ones(1, 16, dtype=torch.bool))
+    with pytest.raises(ValueError, match="heads"):
+        VisionTransformer(48, 1, 5, 8)
+    with pytest.raises(ValueError, match="vit_SIZE_patchP"):
+        create_backbone("resnet50")
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("vit_tiny_patch16", 5.5), ("vit_small_patch16", 21.7),
+                                                  ("vit_base_patch8", 85.8), ("vit_large_patch14", 303.2)])  # fmt: skip
+def test_sizes(name: str, parameters: float) -> None:
+    with torch.device("meta"):
+        count = sum(p.numel() for p in create_backbone(name).parameters())
+    assert abs(count / 1e6 - parameters) < 0.1
