@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adclr import config, scenes
-from adclr.config import Settings
+from adclr.settings import Settings
 
 torch.set_num_threads(2)
 

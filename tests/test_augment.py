@@ -33,7 +33,9 @@ def crops_of(packed: Packed, which: list[int], boxes: np.ndarray, flip: list[boo
 
 @pytest.mark.parametrize("size", [224, 96, 48, 16, 8])
 def test_crop_and_resize_are_pillows(size: int) -> None:
-    boxes = np.array([[10, 20, 200, 180], [0, 0, 101, 190], [30, 5, 60, 50], [0, 0, 9, 7], [100, 100, 70, 91], [3, 2, 1, 1]])
+    boxes = np.array(
+        [[10, 20, 200, 180], [0, 0, 101, 190], [30, 5, 60, 50], [0, 0, 9, 7], [100, 100, 70, 91], [3, 2, 1, 1]]
+    )
     which, flip = [0, 1, 2, 3, 0, 3], [False, True, False, True, True, False]
     found = crops_of(pack(IMAGES), which, boxes, flip, size)
     for n, (image, (top, left, height, width)) in enumerate(zip(which, boxes, strict=True)):

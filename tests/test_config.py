@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from adclr import config
-from adclr.config import Settings, UserError, build, parse_words
+from adclr.config import UserError, build, parse_words
+from adclr.settings import Settings
 
 
 def test_layers_win_in_order_and_names_may_be_short_or_nested() -> None:
@@ -33,7 +34,10 @@ def test_words_are_yaml() -> None:
         (["momentum=1.5"], "method.momentum=1.5"),
         (["lr=.nan"], "optim.lr=nan"),
         (["model.size=huge"], "model.size='huge'"),
-        (["global_size=100"], "views.global_size=100 is not divisible by model.patch_size=16; set views.global_size=96"),
+        (
+            ["global_size=100"],
+            "views.global_size=100 is not divisible by model.patch_size=16; set views.global_size=96",
+        ),
         (["local_size=50"], "set views.local_size=48"),
         (["num_heads=5"], "model.num_heads=5 does not divide the width 384; set model.num_heads=4"),
         (["dim=16", "num_heads=32"], "set model.num_heads=16"),
@@ -53,7 +57,9 @@ def test_mistakes_are_one_sentence_that_names_the_thing(words: list[str], messag
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("word", ["epochs", "=5", "epochs=[1", "epochs={a: b", "epochs=!!python/object/apply:os.system [x]"])
+@pytest.mark.parametrize(
+    "word", ["epochs", "=5", "epochs=[1", "epochs={a: b", "epochs=!!python/object/apply:os.system [x]"]
+)
 def test_words_that_are_no_settings(word: str) -> None:
     with pytest.raises(UserError):
         build(Settings, parse_words([word]))
@@ -87,7 +93,7 @@ def test_a_short_name_that_could_be_two_settings_is_refused() -> None:
         train: config.Train = config.Train()
         other: config.Train = config.Train()
 
-    with pytest.raises(UserError, match="'epochs' could be train.epochs or other.epochs"):
+    with pytest.raises(UserError, match=r"'epochs' could be train\.epochs or other\.epochs"):
         build(Two, {"epochs": 5})
 
 

@@ -25,7 +25,9 @@ def slow_h(target: list[float], logits: list[float], temperature: float) -> floa
 
 def slow_targets(logits: Tensor, center: Tensor, temperature: float) -> list[list[float]]:
     """p_t = softmax((t - c) / tau_t)"""
-    return [slow_softmax([t - c for t, c in zip(row, center.tolist(), strict=True)], temperature) for row in logits.tolist()]
+    return [
+        slow_softmax([t - c for t, c in zip(row, center.tolist(), strict=True)], temperature) for row in logits.tolist()
+    ]
 
 
 def draw(*shape: int) -> Tensor:

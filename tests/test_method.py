@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adclr.augment import Masks, Views
-from adclr.config import Settings
 from adclr.losses import Center
 from adclr.method import ADCLR
+from adclr.settings import Settings
 from adclr.training import build
 from conftest import tiny
 

@@ -29,7 +29,9 @@ def test_schedules() -> None:
     assert at(25).weight_decay == pytest.approx(0.2)
     assert at(0).momentum == pytest.approx(0.8)
     assert at(25).momentum == pytest.approx(0.9)
-    assert [at(s).teacher_temperature for s in (0, 4, 5, 12, 20, 49)] == pytest.approx([0.04, 0.04, 0.05, 0.06, 0.08, 0.08])
+    assert [at(s).teacher_temperature for s in (0, 4, 5, 12, 20, 49)] == pytest.approx(
+        [0.04, 0.04, 0.05, 0.06, 0.08, 0.08]
+    )
     assert [at(s).freeze_last_layer for s in (0, 4, 5)] == [True, True, False]
 
 
@@ -97,8 +99,8 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
         model[1].bias.grad[2] = bad
     assert not update(optimizer, model[2], values(), 3.0, loss)
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
-    assert all(torch.equal(a, b) for a, b in
-               zip(moments, [t for p in model.parameters() for t in optimizer.state[p].values()], strict=True))  # fmt: skip
+    after = [t for p in model.parameters() for t in optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     assert update(optimizer, model[2], values(), 3.0, give_gradients(model))
     assert all(p.isfinite().all() for p in model.parameters())
 

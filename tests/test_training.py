@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import adclr as package
 from adclr import checkpoint, config, launch, training
-from adclr.config import Settings, UserError
+from adclr.config import UserError
 from adclr.runs import Run
+from adclr.settings import Settings
 from conftest import TINY, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
@@ -157,7 +158,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(images: Path, tmp_path:
     other = pretrain(images / "train", tmp_path / "other", dim=24)
     shutil.rmtree(run.checkpoints / "step_6")
     shutil.copytree(other.checkpoints / "step_8", run.checkpoints / "step_6")
-    with pytest.raises(UserError, match="another architecture: it has backbone.cls_token of shape"):
+    with pytest.raises(UserError, match=r"another architecture: it has backbone\.cls_token of shape"):
         pretrain(images / "train", run.path)
 
 
@@ -166,7 +167,7 @@ def test_a_changed_collection_is_refused_unless_allowed(images: Path, tmp_path: 
     run = unfinished(tmp_path, tmp_path / "run")
     some = next((tmp_path / "train").rglob("*.png"))
     shutil.copy(some, some.with_name("one_more.png"))
-    with pytest.raises(UserError, match="data.allow_changed=true"):
+    with pytest.raises(UserError, match=r"data\.allow_changed=true"):
         pretrain(tmp_path / "train", run.path)
     pretrain(tmp_path / "train", run.path, allow_changed=True)
     assert run.finished
@@ -271,7 +272,7 @@ def test_loggers_offline(images: Path, tmp_path: Path, logger: str, monkeypatch:
 
 
 def test_a_missing_logger_names_its_extra(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'adclr\[wandb\]'"):
         launch.prepare(images, tmp_path / "run", "demo", {"loggers": ["wandb"], "train.batch_size": 8})
     assert not (tmp_path / "run").exists()
@@ -328,7 +329,16 @@ def test_settings_build_the_method_they_describe() -> None:
 def test_ctrl_c_is_no_traceback_and_can_be_resumed(images: Path, tmp_path: Path) -> None:
     changes = TINY | {"epochs": 2000, "checkpoint_every_steps": 2}
     process = subprocess.Popen(
-        [sys.executable, "-m", "adclr", "pretrain", str(images / "train"), "--out", str(tmp_path / "run"), *words(changes)],
+        [
+            sys.executable,
+            "-m",
+            "adclr",
+            "pretrain",
+            str(images / "train"),
+            "--out",
+            str(tmp_path / "run"),
+            *words(changes),
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adclr.config import Settings
 from adclr.draws import Draws, key_of
+from adclr.settings import Settings
 from adclr.views import Crops, block_masks, crop_boxes, plan
 from conftest import tiny
 
@@ -60,7 +60,9 @@ def test_boxes_have_the_area_and_shape_they_should() -> None:
         assert abs(((at + 0.5) / (image - side + 1)).mean() - 0.5) < 0.02
 
 
-@pytest.mark.parametrize(("size", "box"), [((10, 200), (0, 93, 10, 13)), ((200, 10), (93, 0, 13, 10)), ((1, 1), (0, 0, 1, 1))])
+@pytest.mark.parametrize(
+    ("size", "box"), [((10, 200), (0, 93, 10, 13)), ((200, 10), (93, 0, 13, 10)), ((1, 1), (0, 0, 1, 1))]
+)
 def test_where_no_try_fits_the_largest_central_crop_is_taken(size: tuple[int, int], box: tuple[int, ...]) -> None:
     boxes = crop_boxes(Draws(0, 0, KEYS[:1]), "x", 1, np.array([size]), (0.9, 1.0), (3 / 4, 4 / 3))
     top, left, height, width = boxes[0, 0]

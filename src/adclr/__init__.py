@@ -1,4 +1,4 @@
-"""ADCLR: Vision Transformers pretrained on images without labels, with features good for whole images and for places in them.
+"""ADCLR: Vision Transformers pretrained without labels, with features for whole images and for places in them.
 
 The public names below are imported when they are first used, so that `import adclr` and `adclr --help` need no torch.
 """

@@ -1,7 +1,7 @@
 """Checkpoints: written beside, synced, renamed; the newest few kept; resumed exactly. safetensors and JSON only.
 
-checkpoints/step_N/{student, teacher, optimizer, centers}.safetensors + state.json + manifest.json (sizes and SHA-256 of the
-others, written last), and checkpoints/latest, a link to the newest.
+checkpoints/step_N/{student, teacher, optimizer, centers}.safetensors + state.json + manifest.json (sizes and SHA-256 of
+the others, written last), and checkpoints/latest, a link to the newest.
 """
 
 from __future__ import annotations

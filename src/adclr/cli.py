@@ -1,6 +1,7 @@
 """The commands. torch is imported only when a command runs, so that --help is instant.
 
-Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with its traceback.
+Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with
+its traceback.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from typing import NoReturn
 from adclr import __version__
 
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
-
-EPILOG = """A setting is key=value, for example train.epochs=100 or just epochs=100."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,10 +90,11 @@ def _print_settings(model: type, title: str) -> None:
 
 def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import config
+    from adclr.settings import Settings
 
     if options.help:
         options.parsers["pretrain"].print_help()
-        _print_settings(config.Settings, "settings, with the defaults that recipes start from:")
+        _print_settings(Settings, "settings, with the defaults that recipes start from:")
         return
     if options.list_recipes:
         for name in config.recipe_names():

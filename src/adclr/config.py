@@ -8,13 +8,14 @@ that cannot work. Every mistake of the user's is a `UserError`, one sentence tha
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class UserError(ValueError):
@@ -28,229 +29,9 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Device = Literal["auto", "cpu", "cuda"]
 
-# width, depth, heads of each size of the ViT
-VIT_SIZES: dict[str, tuple[int, int, int]] = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-}
-
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
-
-
-class Data(Section):
-    """The collection of images."""
-
-    path: str = Field("", description="folder of images, searched recursively (the DATA of the command line)")
-    labels: bool = Field(False, description="the first level of sub-folders names classes; only the probe uses them")
-    num_workers: int | None = Field(None, ge=0, description="decoding threads; null: one for each CPU core")
-    max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
-    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
-    std: tuple[Positive, Positive, Positive] = Field(
-        (0.229, 0.224, 0.225), description="deviation of each channel, of 1"
-    )
-    allow_changed: bool = Field(False, description="resume although the collection is not what it was")
-
-
-class Views(Section):
-    """Which crops are made of an image, and how they are altered."""
-
-    global_size: Count = Field(224, description="side of the 2 global crops, pixels")
-    local_size: Count = Field(96, description="side of a local crop, pixels")
-    num_local: int = Field(10, ge=0, description="local crops of each image")
-    num_queries: int = Field(10, ge=0, description="Q, query crops of each image, each one patch large; 0 is DINO")
-    global_scale: tuple[Share, Share] = Field((0.4, 1.0), description="area of a global crop, of the image's")
-    local_scale: tuple[Share, Share] = Field((0.05, 0.4), description="area of a local crop")
-    query_scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a query crop")
-    aspect_ratio: tuple[Positive, Positive] = Field((3 / 4, 4 / 3), description="width over height, log-uniform")
-    flip: Ratio = Field(0.5, description="probability of a horizontal flip")
-    jitter: Ratio = Field(0.8, description="probability of colour jitter")
-    brightness: Ratio = Field(0.4, description="jitter: factor in 1 +- this")
-    contrast: Ratio = Field(0.4, description="jitter: factor in 1 +- this")
-    saturation: Ratio = Field(0.2, description="jitter: factor in 1 +- this")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.1, description="jitter: shift, of the colour circle")
-    grey: Ratio = Field(0.2, description="probability of a grey crop")
-    global_blur: tuple[Ratio, Ratio] = Field((1.0, 0.1), description="probability of blur, each global crop's")
-    local_blur: Ratio = Field(0.5, description="probability of blur of a local crop")
-    blur_sigma: tuple[Positive, Positive] = Field((0.1, 2.0), description="deviation of the blur, pixels of the crop")
-    solarise: tuple[Ratio, Ratio] = Field((0.0, 0.2), description="probability of solarising, each global crop's")
-    query_photometric: Literal["none", "local"] = Field(
-        "none", description="none: queries are only flipped; local: altered as local crops are"
-    )
-    mask_probability: Ratio = Field(
-        0.5, description="share of global crops that are masked (with method.masked_weight > 0)"
-    )
-    mask_ratio: tuple[Ratio, Ratio] = Field((0.1, 0.5), description="share of patches masked in such a crop")
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Self:
-        for name in (
-            "global_scale",
-            "local_scale",
-            "query_scale",
-            "aspect_ratio",
-            "blur_sigma",
-            "mask_ratio",
-        ):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"views.{name} must go from low to high, not from {low} to {high}")
-        return self
-
-
-class Model(Section):
-    """The Vision Transformer."""
-
-    size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
-    patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
-    dim: Count | None = Field(None, description="width instead of the size's")
-    depth: Count | None = Field(None, description="number of blocks instead of the size's")
-    num_heads: Count | None = Field(None, description="heads instead of the size's")
-    num_registers: int = Field(0, ge=0, description="register tokens")
-    layer_scale: Positive | None = Field(None, description="initial LayerScale; null: none")
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.1, description="drop path of the last block, linear in depth; student only"
-    )
-    query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
-        "image", description="what a query attends to; 'all' is the bidirectional ablation"
-    )
-    position_resampling: Literal["antialias", "plain"] = Field(
-        "antialias", description="how positions are resampled when the grid differs"
-    )
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(width, depth, heads)"""
-        dim, depth, heads = VIT_SIZES[self.size]
-        return self.dim or dim, self.depth or depth, self.num_heads or heads
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        dim, _, heads = self.shape
-        if dim % heads:
-            fits = max(h for h in range(1, heads + 1) if dim % h == 0)
-            raise ValueError(f"model.num_heads={heads} does not divide the width {dim}; set model.num_heads={fits}")
-        return self
-
-
-class Method(Section):
-    """The losses, the teacher and the projection head."""
-
-    query_weight: NonNegative = Field(0.5, description="lambda, weight of the query loss")
-    masked_weight: NonNegative = Field(0.0, description="mu, weight of the masked-patch loss; 0: nothing is masked")
-    queries_in_local_views: bool = Field(False, description="the student's local crops carry the queries too")
-    center: Literal["separate", "shared"] = Field(
-        "separate", description="one running center for each kind of token, or one for all"
-    )
-    center_momentum: Ratio = Field(0.9, description="momentum of the centers")
-    target: Literal["center", "sinkhorn"] = Field("center", description="how the teacher's output becomes a target")
-    student_temperature: Positive = Field(0.1, description="tau_s")
-    teacher_temperature: Positive = Field(0.07, description="tau_t after its warm-up")
-    teacher_temperature_start: Positive = Field(0.04, description="tau_t at the start")
-    teacher_temperature_warmup_epochs: NonNegative = Field(30, description="epochs over which tau_t rises, linearly")
-    momentum: Ratio = Field(0.996, description="the teacher's momentum at the start")
-    momentum_end: Ratio = Field(1.0, description="the teacher's momentum at the end, by a cosine")
-    head_hidden_dim: Count = Field(2048, description="width of the projection head")
-    head_bottleneck_dim: Count = Field(256, description="width before the prototypes")
-    num_prototypes: Annotated[int, Field(ge=2)] = Field(65536, description="K")
-    train_gain: bool = Field(
-        True, description="train the gain of the weight-normalised last layer (norm_last_layer false)"
-    )
-
-
-class Optim(Section):
-    """AdamW and its schedules."""
-
-    lr: Positive = Field(5e-4, description="learning rate for each 256 images of the batch")
-    final_lr: NonNegative = Field(1e-6, description="learning rate at the end")
-    warmup_epochs: NonNegative = Field(10, description="epochs over which the learning rate rises from 0")
-    weight_decay: NonNegative = Field(0.04, description="weight decay at the start")
-    weight_decay_end: NonNegative = Field(0.4, description="weight decay at the end, by a cosine")
-    betas: tuple[Ratio, Ratio] = Field((0.9, 0.999), description="AdamW's")
-    clip_norm: Positive | None = Field(
-        3.0, description="largest gradient norm of each parameter tensor on its own; null: none"
-    )
-    freeze_last_layer_epochs: NonNegative = Field(1, description="epochs in which the head's last layer stands still")
-
-
-class Train(Section):
-    """How long, how large, where, and what is kept."""
-
-    epochs: Count = Field(100, description="passes over the images")
-    batch_size: Count = Field(1024, description="images in one step, over all processes")
-    micro_batch_size: Count | None = Field(
-        None, description="images at once in one process, the rest accumulated; null: fitted to memory"
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="everything random follows from it")
-    device: Device = Field("auto", description="auto: the GPU if there is one")
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
-    )
-    log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
-    checkpoint_every_steps: Count | None = Field(None, description="steps between checkpoints; null: one an epoch")
-    keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field((), description="where the curves also go")
-
-
-class Probe(Section):
-    """A kNN score of the teacher during training."""
-
-    data: str | None = Field(None, description="labelled folder (train/ and val/, or one that is split 80/20)")
-    every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
-    k: Count = Field(20, description="neighbours")
-    images_at_once: Count = Field(256, description="images that go through the network together")
-
-
-class Settings(Section):
-    """Everything that says what a run is."""
-
-    recipe: str = Field("", description="the recipe these settings started from")
-    data: Data = Data()
-    views: Views = Views()
-    model: Model = Model()
-    method: Method = Method()
-    optim: Optim = Optim()
-    train: Train = Train()
-    probe: Probe = Probe()
-
-    @property
-    def masked(self) -> bool:
-        return self.method.masked_weight > 0
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        views, patch = self.views, self.model.patch_size
-        sizes = [("global_size", views.global_size)]
-        if views.num_local:
-            sizes.append(("local_size", views.local_size))
-        for name, size in sizes:
-            if size % patch:
-                near = max(patch, round(size / patch) * patch)
-                raise ValueError(
-                    f"views.{name}={size} is not divisible by model.patch_size={patch}; set views.{name}={near}"
-                )
-        if self.masked and self.model.query_keys == "all" and views.num_queries:
-            raise ValueError(
-                "model.query_keys=all lets queries leak masked pixels; "
-                "set method.masked_weight=0 or another model.query_keys"
-            )
-        if self.optim.warmup_epochs >= self.train.epochs:
-            raise ValueError(
-                f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
-                f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
-            )
-        micro = self.train.micro_batch_size
-        if micro and self.train.batch_size % micro:
-            fits = max(m for m in range(1, micro + 1) if self.train.batch_size % m == 0)
-            raise ValueError(
-                f"train.micro_batch_size={micro} does not divide train.batch_size={self.train.batch_size}; "
-                f"set train.micro_batch_size={fits}"
-            )
-        return self
 
 
 S = TypeVar("S", bound=Section)
@@ -321,7 +102,7 @@ def build(model: type[S], *layers: Mapping[str, Any]) -> S:
     values: dict[str, Any] = {}
     for layer in layers:
         for name, value in flatten(layer).items():
-            values[full_name(model, name)] = value
+            values[full_name(model, name)] = os.fspath(value) if isinstance(value, os.PathLike) else value
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *parents, leaf = path.split(".")
@@ -374,7 +155,7 @@ def recipe(name: str) -> dict[str, Any]:
     return values
 
 
-def differences(a: Settings, b: Settings, ignore: Sequence[str] = ()) -> list[str]:
+def differences(a: Section, b: Section, ignore: Sequence[str] = ()) -> list[str]:
     """'path: a's value, b's value' for each setting that differs."""
     left, right = flatten(a.model_dump(mode="json")), flatten(b.model_dump(mode="json"))
     return [
@@ -402,8 +183,3 @@ def _choices(annotation: Any) -> list[str]:
     if getattr(annotation, "__origin__", None) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     return []
-
-
-def steps_per_epoch(settings: Settings, num_images: int) -> int:
-    """Whole batches in one pass; the order is drawn anew each epoch, so that the images left over are others each time."""
-    return num_images // settings.train.batch_size

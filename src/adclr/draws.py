@@ -23,7 +23,7 @@ def key_of(text: str) -> int:
 
 
 def mix(x: Words) -> Words:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the input moves every bit of the output."""
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit in moves every bit out."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,7 +1,7 @@
 """Batches ahead of the step: files are read and decoded by threads (decoding leaves Python's lock), in a fixed order.
 
-An unreadable image is listed once and its place is filled by a fixed rule: the pixels of the next readable image in the order of
-paths, with the draws of the place's own key. So neither threads nor luck decide what a batch holds.
+An unreadable image is listed once and its place is filled by a fixed rule: the pixels of the next readable image in the
+order of paths, with the draws of the place's own key. So neither threads nor luck decide what a batch holds.
 """
 
 from __future__ import annotations

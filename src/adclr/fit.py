@@ -8,44 +8,66 @@ import os
 import torch
 
 from adclr.augment import Masks, Views
-from adclr.config import Settings, UserError
+from adclr.config import UserError
 from adclr.method import ADCLR
+from adclr.settings import Settings
 
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
 CPU_SHARE = 0.5
 GIB = 2**30
+SMALLER = "choose a smaller model.size, views.num_local or method.num_prototypes"
 
 
-def fitted(method: ADCLR, settings: Settings, local_batch: int, device: torch.device, dtype: torch.dtype | None) -> int:
+def fitted(
+    method: ADCLR,
+    settings: Settings,
+    local_batch: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    at_most: int | None = None,
+) -> int:
     """The largest divisor of this process's batch that fits."""
     if device.type == "cuda":
         fixed, each = measure(method, settings, device, dtype)
-        free, _ = torch.cuda.mem_get_info(device)
-        room = GPU_SHARE * (free + torch.cuda.memory_reserved(device)) - fixed
+        room = GPU_SHARE * available(device) - fixed
     else:
         each = estimate(settings)
         room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    sizes = [n for n in range(1, local_batch + 1) if local_batch % n == 0 and n * each <= room]
+    most = min(local_batch, at_most or local_batch)
+    sizes = [n for n in range(1, most + 1) if local_batch % n == 0 and n * each <= room]
     if not sizes:
         raise UserError(
-            f"not even one image fits: it needs {each / GIB:.1f} GiB and {max(0.0, room) / GIB:.1f} are free; choose a "
-            "smaller model.size, views.num_local or method.num_prototypes"
+            f"not even one image fits: it needs {each / GIB:.2f} GiB and {max(0.0, room) / GIB:.2f} are free; {SMALLER}"
         )
     return sizes[-1]
 
 
+def available(device: torch.device) -> float:
+    """Bytes of the GPU that this process has or can get."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free + torch.cuda.memory_reserved(device), limit)
+
+
 def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None) -> tuple[float, float]:
-    """(bytes whatever the batch, bytes for each image), from a step of 2 and one of 6 images; the method is left as it was."""
+    """(bytes whatever the batch, bytes for each image), from steps of 2 and 6 images; leaves the method as it was."""
     peaks = {}
+    fits = True
     for count in (2, 2, 6):  # the first also pays for what is set up once
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            losses = method(random_views(settings, count, device), settings.method.teacher_temperature)
-        losses.total.backward()
+        try:
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                losses = method(random_views(settings, count, device), settings.method.teacher_temperature)
+            losses.total.backward()
+            del losses
+        except torch.OutOfMemoryError:
+            fits = False
+            break
         peaks[count] = torch.cuda.max_memory_allocated(device)
-        del losses
+    if not fits:
+        raise UserError(f"not even {count} images fit into {available(device) / GIB:.1f} GiB; {SMALLER}")
     method.zero_grad(set_to_none=True)
     method.update(1.0, torch.tensor(False, device=device))  # forgets what the centers saw
     each = (peaks[6] - peaks[2]) / 4

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from adclr import distributed, loggers
-from adclr.config import Settings
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
 from adclr.runs import Run
+from adclr.settings import Settings
 
 # the order of `method.Losses`
 NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
@@ -31,7 +31,7 @@ class Meter:
         self.sums[-1] += (~ok).double()
 
     def read(self) -> dict[str, float | None]:
-        """Means over steps and processes (None if no step was good) and the number of voided steps; then starts anew."""
+        """Means over steps and processes (None if no step was good) and how many steps were void; then starts anew."""
         *sums, good, voided = (distributed.sum_(self.sums.clone()) / distributed.world_size()).tolist()
         self.sums.zero_()
         means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}

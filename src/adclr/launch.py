@@ -1,4 +1,4 @@
-"""From a command to settings, a collection and a run directory: all that can be known, and refused, before torch is imported."""
+"""From a command to settings, a collection and a run directory: all that can be refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from adclr import auto, config, loggers
-from adclr.config import Settings, UserError
+from adclr.config import UserError
 from adclr.runs import Run
+from adclr.settings import Settings
 from adclr.sources import ImageFolder
 
 # What may differ when a run is resumed, because it does not say what is computed but how.

@@ -1,4 +1,4 @@
-"""Where curves go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Each is an extra, imported when asked for."""
+"""Where curves go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Each is an extra, imported on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from adclr.config import Settings, UserError, flatten
+from adclr.config import UserError, flatten
+from adclr.settings import Settings
 
 MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -77,7 +78,7 @@ class WandB:
 
 
 class MLflow:
-    """The server MLFLOW_TRACKING_URI names, or RUN/mlflow.db; look with: mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db"""
+    """The server that MLFLOW_TRACKING_URI names, or else RUN/mlflow.db."""
 
     def __init__(self, settings: Settings, run: Path, step: int) -> None:
         import mlflow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adclr import distributed
-from adclr.config import Settings
+from adclr.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ def cosine(start: float, end: float, progress: float) -> float:
 
 @dataclass(frozen=True)
 class Schedules:
+    """Everything by step; an epoch is as many whole batches as the images give."""
+
     settings: Settings
     steps_per_epoch: int
 

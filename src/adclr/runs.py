@@ -1,7 +1,7 @@
 """A run is a directory from which it can be resumed, explained and compared. Knows nothing of torch.
 
-RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/, backbone.safetensors,
-backbone.json, results.json, evals/NAME/*.json}
+RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/,
+backbone.safetensors, backbone.json, results.json, evals/NAME/*.json}
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import yaml
 
 import adclr
 from adclr import config
-from adclr.config import Settings, UserError
+from adclr.config import UserError
+from adclr.settings import Settings
 
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
 

@@ -1,8 +1,8 @@
 """Built-in images: small scenes of textured objects of ten kinds on textured grounds, rendered, never downloaded.
 
-`scene(seed, index, size)` is a pure function. A scene's class is the kind of its largest object; masks and boxes come with it,
-so that segmentation and detection have ground truth too. A kind is an outline with a texture; colours are drawn anew
-for every object, so that colour says nothing of the class.
+`scene(seed, index, size)` is a pure function. A scene's class is the kind of its largest object; masks and boxes come
+with it, so that segmentation and detection have ground truth too. A kind is an outline, a texture and a range of hues;
+place, size, turn, shades, ground and up to three small objects vary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _polygon(x: Field, y: Field, corners: int, depth: float = 1.0) -> Field:
     inner = depth * np.cos(sector / 2)
     edge = np.array([inner * np.cos(sector / 2) - 1, inner * np.sin(sector / 2)])
     normal = np.array([edge[1], -edge[0]]) / np.hypot(*edge)
-    return (px - 1) * normal[0] + py * normal[1]
+    return np.asarray((px - 1) * normal[0] + py * normal[1])
 
 
 OUTLINES: dict[str, Callable[[Field, Field], Field]] = {
@@ -136,13 +136,15 @@ def scene(seed: int, index: int, size: int = 64) -> Scene:
         picture = np.where(inside[..., None], paint, picture)
         placed = [(k, mask & ~inside) for k, mask in placed] + [(kind, inside)]
     image = picture.reshape(size, FINE, size, FINE, 3).mean(axis=(1, 3))
-    objects = []
-    for kind, mask in placed:
-        seen = mask.reshape(size, FINE, size, FINE).mean(axis=(1, 3)) >= 0.5
+    objects: list[Object] = []
+    taken = np.zeros((size, size), np.bool_)
+    for kind, mask in reversed(placed):  # a pixel shared in halves is the nearer object's
+        seen = (mask.reshape(size, FINE, size, FINE).mean(axis=(1, 3)) >= 0.5) & ~taken
+        taken |= seen
         if seen.any():
             rows, columns = np.flatnonzero(seen.any(axis=1)), np.flatnonzero(seen.any(axis=0))
             box = int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
-            objects.append(Object(kind, seen, box))
+            objects.insert(0, Object(kind, seen, box))
     largest = max(objects, key=lambda thing: int(thing.mask.sum()))
     return Scene((image * 255).round().astype(np.uint8), largest.kind, objects)
 

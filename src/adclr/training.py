@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adclr import auto, checkpoint, distributed, fit, launch, optim
 from adclr.augment import render
-from adclr.config import Settings, UserError, steps_per_epoch
+from adclr.config import UserError
 from adclr.devices import autocast_dtype, choose
 from adclr.draws import combine, epoch_order, key_of
 from adclr.evals import knn
@@ -27,6 +27,7 @@ from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
 from adclr.method import ADCLR, Branch
 from adclr.runs import Run, write_json
+from adclr.settings import Settings
 from adclr.views import plan
 from adclr.weights import Weights, architecture, save_backbone
 
@@ -100,11 +101,14 @@ def run(launched: Launch) -> Run:
     labelled = open_labelled(probe_data) if probe_data else None
     with distributed.session(device):
         job = _assemble(launched, device)
+        start = _resume(job, launched)
+        fits = True
         try:
-            start = _resume(job, launched)
             _train(job, start, Probe(job, labelled) if labelled else None)
         except torch.OutOfMemoryError:
-            raise UserError(_too_large(job)) from None
+            fits = False  # what fits is measured below, where the traceback no longer holds on to memory
+        if not fits:
+            raise UserError(_too_large(job))
         if distributed.is_main():
             _finish(job)
         distributed.barrier()
@@ -128,7 +132,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         run=run,
         method=method,
         optimizer=optim.make_optimizer(method.student, settings),
-        schedules=optim.Schedules(settings, steps_per_epoch(settings, len(source))),
+        schedules=optim.Schedules(settings, len(source) // settings.train.batch_size),
         feed=Feed(
             source,
             auto.cpu_count() if workers is None else workers,
@@ -293,8 +297,10 @@ def _too_large(job: Job) -> str:
     job.optimizer.zero_grad(set_to_none=True)
     job.optimizer.state.clear()
     torch.cuda.empty_cache()
-    fits = fit.fitted(job.method, job.settings, job.micro_batch * job.accumulate, job.device, job.dtype)
-    total = torch.cuda.get_device_properties(job.device).total_memory / fit.GIB
+    local, less = job.micro_batch * job.accumulate, max(1, job.micro_batch // 2)
+    fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
+    room = fit.available(job.device) / fit.GIB
     return (
-        f"{job.micro_batch} images at once do not fit into the GPU's {total:.0f} GiB; set train.micro_batch_size={fits}"
+        f"{job.micro_batch} images at once do not fit into {room:.0f} GiB of GPU memory; "
+        f"set train.micro_batch_size={fits}"
     )

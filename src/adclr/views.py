@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config import Settings
 from adclr.draws import Draws, Words
+from adclr.settings import Settings
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -124,8 +124,8 @@ def crop_boxes(
 ) -> Ints:
     """Random resized crops, B×count×(top, left, height, width).
 
-    Of ten tries (area uniform in `scale`, width over height log-uniform in `ratio`) the first that fits is taken; if none does, the
-    largest central crop whose shape is in `ratio`.
+    Of ten tries (area uniform in `scale`, width over height log-uniform in `ratio`) the first that fits is taken; if
+    none does, the largest central crop whose shape is in `ratio`.
     """
     batch = len(sizes)
     height, width = sizes[:, 0].reshape(batch, 1, 1), sizes[:, 1].reshape(batch, 1, 1)

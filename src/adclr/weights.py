@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from adclr import config
-from adclr.config import VIT_SIZES, Count, Positive, Section, Settings, UserError
+from adclr.config import Count, Positive, Section, UserError
 from adclr.runs import Run, read_json, write_atomically, write_json
+from adclr.settings import VIT_SIZES, Settings
 from adclr.vit import VisionTransformer
 
 
@@ -95,7 +96,7 @@ def save_backbone(folder: Path, state: Mapping[str, Tensor], settings: Settings)
 
 
 def load(weights: str | Path) -> VisionTransformer:
-    """The backbone of a run (its teacher; of an unfinished run the latest) or of a backbone.safetensors, in eval mode."""
+    """The backbone of a run (its teacher, the latest if unfinished) or of a backbone.safetensors, in eval mode."""
     return load_weights(weights).vit
 
 

@@ -1,8 +1,8 @@
 """How views are made: `render(packed images, plan) -> Views`, in batch, on the device the images lie on.
 
-This is the plain reference in torch operations; it is right everywhere and each step is written once. Every output depends on its own
-image and plan alone, to the bit on a CPU: sums run over taps in order, never through a matrix product whose
-blocking could change with the neighbours.
+This is the plain reference in torch operations, right on every device. A view depends on its own image and plan alone,
+to the bit on a CPU: sums run over taps in order, never through a matrix product whose blocking could change with the
+neighbours.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def cubic(x: Tensor) -> Tensor:
 def taps(length: Tensor, size: int, count: int, flip: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """For each of `size` outputs, `count` places in 0..length-1 and their weights (n×size each), in order.
 
-    The kernel is widened by the factor of reduction, so that every source pixel counts (antialiasing), and cut off at the
-    border of the crop; weights sum to 1. Weights past the end are 0.
+    The kernel is widened by the factor of reduction, so that every source pixel counts (antialiasing), and cut off at
+    the border of the crop; weights sum to 1. Weights past the end are 0.
     """
     length = length.double().unsqueeze(1)
     out = torch.arange(size, device=length.device, dtype=torch.float64).unsqueeze(0)

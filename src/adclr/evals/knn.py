@@ -1,7 +1,7 @@
 """kNN: the label of an image by a weighted vote of the training images whose features are nearest. No training.
 
-Protocol (DINO's): `[CLS]` of the last block, L2-normalised; k = 10, 20, 100, 200; a neighbour of similarity s votes with
-exp(s / 0.07); images resized to 256/224 of the input size (shorter side, bicubic), centre crop.
+Protocol (DINO's): `[CLS]` of the last block, L2-normalised; k = 10, 20, 100, 200; a neighbour of similarity s votes
+with exp(s / 0.07); images resized to 256/224 of the input size (shorter side, bicubic), centre crop.
 `knn_top1` is k = 20, always, so that no k is chosen by the labels it is tested on.
 """
 

@@ -1,0 +1,228 @@
+"""What must hold on a GPU: the bits of the method under bfloat16, views as on the CPU, no waiting, memory that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import adclr as package
+from adclr import fit, scenes, training
+from adclr.augment import Views, pack, render
+from adclr.config import build
+from adclr.draws import key_of
+from adclr.feed import Batch
+from adclr.settings import Settings
+from adclr.views import plan
+from adclr.vit import QueryKeys
+from adclr.weights import create_backbone
+from conftest import TINY, tiny, words
+
+CUDA = torch.device("cuda")
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("query_keys", ["image", "patches", "image_and_self"])
+@torch.no_grad()
+def test_the_three_consequences_in_bfloat16(query_keys: QueryKeys) -> None:
+    torch.manual_seed(0)
+    vit = create_backbone("vit_small_patch16", query_keys=query_keys).eval().to(CUDA)
+    images = torch.randn(4, 3, 224, 224, device=CUDA)
+    queries = torch.randn(4, 10, 3, 16, 16, device=CUDA)
+    others = torch.randn_like(queries)
+    others[:, 7] = queries[:, 7]
+    order = torch.randperm(10, device=CUDA)
+    with autocast():
+        a, b, c, none = vit(images, queries), vit(images, others), vit(images, queries[:, order]), vit(images)
+    assert torch.equal(a.cls, b.cls)
+    assert torch.equal(a.patches, b.patches)
+    assert torch.equal(a.queries[:, 7], b.queries[:, 7])
+    assert not torch.equal(a.queries, b.queries)
+    for x, y in ((a.queries[:, order], c.queries), (a.cls, none.cls), (a.patches, none.patches)):
+        assert ((x - y).norm() / x.norm()).item() < 1e-2
+
+
+def test_no_gradient_from_queries_in_bfloat16() -> None:
+    vit = create_backbone("vit_small_patch16").to(CUDA)
+    queries = torch.randn(2, 10, 3, 16, 16, device=CUDA, requires_grad=True)
+    with autocast():
+        tokens = vit(torch.randn(2, 3, 224, 224, device=CUDA), queries)
+    (tokens.cls.float().sum() + tokens.patches.float().square().sum()).backward()
+    assert queries.grad is not None
+    assert torch.count_nonzero(queries.grad) == 0
+
+
+def images_of(count: int) -> list[np.ndarray]:
+    sizes = [(200, 260), (97, 64), (300, 301), (31, 17)]
+    made = []
+    for i in range(count):
+        height, width = sizes[i % len(sizes)]
+        image = scenes.scene(0, i, 301).image[:height, :width]
+        made.append(np.ascontiguousarray(image.transpose(2, 0, 1)))
+    return made
+
+
+def default_views(count: int, device: torch.device, **changes: Any) -> tuple[Settings, Views]:
+    settings = build(Settings, changes)
+    packed = pack(images_of(count), pin=device.type == "cuda")
+    keys = np.array([key_of(str(i)) for i in range(count)], np.uint64)
+    made = plan(settings, 0, keys, packed.sizes)
+    return settings, render(packed.to(device), made, settings.data.mean, settings.data.std)
+
+
+def test_views_are_those_of_the_cpu() -> None:
+    _, cpu = default_views(8, torch.device("cpu"), masked_weight=1.0)
+    _, gpu = default_views(8, CUDA, masked_weight=1.0)
+    assert cpu.local_crops is not None
+    assert gpu.local_crops is not None
+    assert cpu.queries is not None
+    assert gpu.queries is not None
+    for a, b in ((cpu.global_crops, gpu.global_crops), (cpu.local_crops, gpu.local_crops), (cpu.queries, gpu.queries)):
+        difference = (a - b.cpu()).abs()
+        assert difference.mean() < 1e-4
+        assert (difference > 0.05).float().mean() < 1e-3  # a pixel at the threshold of solarising, or of no hue
+    assert cpu.masks is not None
+    assert gpu.masks is not None
+    assert torch.equal(cpu.masks.grid, gpu.masks.grid.cpu())
+    assert torch.equal(cpu.masks.index, gpu.masks.index.cpu())
+
+
+def test_bfloat16_losses_are_near_float32s() -> None:
+    settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
+    method = training.build(settings).to(CUDA)
+    exact = method(views, 0.04)
+    with autocast():
+        near = method(views, 0.04)
+    for name in ("global_", "query", "masked"):
+        assert getattr(near, name).item() == pytest.approx(getattr(exact, name).item(), rel=1e-2), name
+
+
+def test_a_step_never_waits_for_the_gpu() -> None:
+    """Views, forward, backward, update, teacher and centers, with the debug mode in which waiting is an error."""
+    from adclr import optim
+
+    settings = build(Settings, {"masked_weight": 1.0, "num_prototypes": 4096})
+    method = training.build(settings).to(CUDA)
+    optimizer = optim.make_optimizer(method.student, settings)
+    packed = pack(images_of(8), pin=True)
+    made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
+    values = optim.Schedules(settings, 100).at(1000)
+    last_layer = method.student.head.last_layer
+
+    def step() -> None:
+        views = render(packed.to(CUDA), made, settings.data.mean, settings.data.std)
+        torch.manual_seed(1)
+        with autocast():
+            losses = method(views, values.teacher_temperature)
+        losses.total.backward()
+        ok = optim.update(optimizer, last_layer, values, settings.optim.clip_norm, losses.total.detach())
+        optimizer.zero_grad(set_to_none=True)
+        method.update(values.momentum, ok)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in method.parameters())
+
+
+def write_scenes(folder: Path) -> Path:
+    scenes.write(folder, seed=3, num_train=64, num_val=16, size=48, show=False)
+    return folder
+
+
+def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
+    images = write_scenes(tmp_path / "scenes")
+    changes = TINY | {"device": "cuda", "masked_weight": 1.0, "probe.data": str(images), "checkpoint_every_steps": 3}
+    run = package.pretrain(images / "train", out=tmp_path / "run", **changes)
+    results = json.loads((run.path / "results.json").read_text())
+    assert results["steps"] == 16
+    assert results["gpu_gib"] > 0
+    start = json.loads((run.path / "provenance.json").read_text())[0]
+    assert start["precision"] == "bfloat16"
+    assert start["micro_batch_size"] == 8
+    (run.path / "results.json").unlink()
+    package.pretrain(images / "train", out=tmp_path / "run", **changes)
+    scores = package.evaluate("knn", weights=run.path, data=images)
+    on_cpu = package.evaluate("knn", weights=run.path, data=images, device="cpu")
+    assert abs(scores["knn_top1"] - on_cpu["knn_top1"]) <= 100 / 16
+
+
+def test_the_micro_batch_is_fitted_to_memory() -> None:
+    settings = build(Settings, {})
+    method = training.build(settings).to(CUDA)
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    fixed, each = fit.measure(method, settings, CUDA, torch.bfloat16)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
+    assert all(p.grad is None for p in method.parameters())
+    for count in (16, 32):
+        torch.cuda.reset_peak_memory_stats()
+        with autocast():
+            losses = method(fit.random_views(settings, count, CUDA), 0.04)
+        losses.total.backward()
+        peak = torch.cuda.max_memory_allocated()
+        method.zero_grad(set_to_none=True)
+        del losses
+        predicted = fixed + count * each
+        print(f"micro-batch {count}: {peak / fit.GIB:.2f} GiB, predicted {predicted / fit.GIB:.2f}")
+        assert 0.8 < predicted / peak < 1.4
+    assert fit.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
+
+
+def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_path: Path) -> None:
+    images = write_scenes(tmp_path / "scenes")
+    changes = {
+        "size": "small",
+        "num_prototypes": 65536,
+        "batch_size": 64,
+        "micro_batch_size": 64,
+        "warmup_epochs": 0,
+        "device": "cuda",
+    }
+    limited = (
+        "import sys, torch; torch.cuda.set_per_process_memory_fraction(5 * 2**30 / "
+        "torch.cuda.get_device_properties(0).total_memory); from adclr.cli import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            limited,
+            "pretrain",
+            str(images / "train"),
+            "--out",
+            str(tmp_path / "run"),
+            *words(changes),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "64 images at once do not fit" in done.stderr
+    assert "set train.micro_batch_size=" in done.stderr
+    print(done.stderr.strip().splitlines()[-1])
+
+
+def test_batches_are_pinned(tmp_path: Path) -> None:
+    from adclr.feed import Feed
+    from adclr.sources import ImageFolder
+
+    source = ImageFolder(write_scenes(tmp_path / "scenes") / "train")
+    settings = tiny()
+    feed = Feed(source, 4, 10**6, pin=True)
+    batch: Batch = next(feed.batches([(0, np.arange(8))], lambda e, k, s: plan(settings, e, k, s)))
+    assert batch.packed.bytes.is_pinned()

@@ -1,0 +1,114 @@
+"""kNN against votes counted by hand, and scores that do not hang on batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import adclr as package
+from adclr.evals import features, knn
+from adclr.labelled import open_labelled
+from adclr.weights import Weights, create_backbone
+
+
+def test_votes_are_weighted_by_similarity() -> None:
+    train = torch.nn.functional.normalize(torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]]), dim=1)
+    labels = torch.tensor([0, 1, 1, 2])
+    val = torch.tensor([[1.0, 0.0]])
+    one, two, four = knn.vote(train, labels, val, 3, (1, 2, 4), 0.07)
+    assert one[0, 0] == two[0, 0] == 0
+    votes = {0: math.exp(1 / 0.07), 1: math.exp(0.8 / 0.07) + 1, 2: math.exp(0.6 / 0.07)}
+    assert four[0].tolist() == sorted(votes, key=lambda c: -votes[c])
+    flat = knn.vote(train, labels, val, 3, (4,), 1e6)[0]  # all votes alike: class 1 has two
+    assert flat[0, 0] == 1
+
+
+def slow_knn(train: np.ndarray, labels: np.ndarray, image: np.ndarray, k: int) -> int:
+    similarity = train @ image
+    votes = np.zeros(labels.max() + 1)
+    for i in np.argsort(-similarity)[:k]:
+        votes[labels[i]] += math.exp(similarity[i] / 0.07)
+    return int(votes.argmax())
+
+
+def test_votes_equal_a_loop_in_float64_in_any_chunks() -> None:
+    torch.manual_seed(0)
+    train = torch.nn.functional.normalize(torch.randn(300, 8), dim=1)
+    val = torch.nn.functional.normalize(torch.randn(50, 8), dim=1)
+    labels = torch.randint(0, 5, (300,))
+    for chunk in (7, 1024):
+        for k, found in zip((10, 200), knn.vote(train, labels, val, 5, (10, 200), 0.07, chunk), strict=True):
+            expected = [slow_knn(train.double().numpy(), labels.numpy(), v.double().numpy(), k) for v in val]
+            assert found[:, 0].tolist() == expected
+
+
+def coloured(folder: Path, shuffled: bool = False) -> Path:
+    """Two classes of plain images, red and blue; or labels that mean nothing."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 60), ("val", 40)):
+        for i in range(count):
+            kind = int(rng.integers(2))
+            named = int(rng.integers(2)) if shuffled else kind
+            path = folder / split / f"c{named}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            level = int(rng.integers(150, 255))
+            Image.new("RGB", (20, 20), (level, 20, 20) if kind else (20, 20, level)).save(path)
+    return folder
+
+
+def random_weights() -> Weights:
+    torch.manual_seed(0)
+    vit = create_backbone("vit_tiny_patch16", input_size=32)
+    return Weights(vit.eval(), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    scores = knn.score(random_weights(), open_labelled(coloured(tmp_path / "a")), knn.Settings(), cpu, show=False)
+    assert scores["knn_top1"] == 100
+    assert scores["num_train"] == 60
+    assert set(scores) >= {"knn_top1_k10", "knn_top1_k20", "knn_top1_k60"}  # k is at most the number of images
+    chance = knn.score(random_weights(), open_labelled(coloured(tmp_path / "b", True)), knn.Settings(), cpu, show=False)
+    assert 20 < chance["knn_top1"] < 80
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (7, 4), (64, 2)])
+def test_scores_do_not_hang_on_batches_or_threads(tmp_path: Path, batch_size: int, workers: int) -> None:
+    labelled = open_labelled(coloured(tmp_path, True))
+    settings = knn.Settings(batch_size=batch_size, num_workers=workers)
+    found = knn.score(random_weights(), labelled, settings, torch.device("cpu"), show=False)
+    assert found == knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
+
+
+def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
+    labelled = open_labelled(coloured(tmp_path))
+    (labelled.val.source.root / labelled.val.source.paths[3]).write_bytes(b"broken")
+    scores = knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
+    assert scores["num_val"] == 39
+    assert scores["knn_top1"] == 100
+
+
+def test_images_are_resized_by_the_shorter_side_and_cut_in_the_middle() -> None:
+    image = Image.new("RGB", (300, 150), "white")
+    image.paste("black", (0, 0, 60, 150))
+    image.paste("black", (240, 0, 300, 150))
+    made = features.prepare(image, (224, 224))
+    assert made.shape == (3, 224, 224)
+    assert (made[:, :, 5:-5] == 255).all()  # 256/150 of 180 white columns is wider than 224
+    tall = features.prepare(Image.new("RGB", (10, 500)), (32, 48))
+    assert tall.shape == (3, 32, 48)
+
+
+def test_the_public_call(images: Path, tmp_path: Path) -> None:
+    from conftest import TINY
+
+    run = package.pretrain(images / "train", out=tmp_path / "run", **TINY)
+    scores = package.evaluate("knn", weights=run.path, data=images, k=[3])
+    assert scores["knn_top1_k3"] >= 0
+    with pytest.raises(ValueError, match="unknown evaluation"):
+        package.evaluate("knnn", weights=run.path, data=images)
