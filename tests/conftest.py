@@ -1,52 +1,16 @@
-"""What tests share: tiny settings, a folder of scenes, and the program as a user runs it."""
+"""Fixtures: a folder of scenes, and the program."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from adclr import config, scenes
-from adclr.settings import Settings
+from adclr import scenes
+from tiny import Adclr, adclr_command
 
 torch.set_num_threads(2)
-
-# As small as a run can be and still have every part.
-TINY: dict[str, Any] = {
-    "views.global_size": 16,
-    "views.local_size": 8,
-    "views.num_local": 2,
-    "views.num_queries": 2,
-    "model.patch_size": 4,
-    "model.dim": 16,
-    "model.depth": 2,
-    "model.num_heads": 2,
-    "method.head_hidden_dim": 24,
-    "method.head_bottleneck_dim": 8,
-    "method.num_prototypes": 32,
-    "method.momentum": 0.9,
-    "optim.warmup_epochs": 0.5,
-    "optim.lr": 0.01,
-    "train.epochs": 2,
-    "train.batch_size": 8,
-    "train.log_every_steps": 1,
-    "train.device": "cpu",
-}
-
-
-def tiny(**changes: Any) -> Settings:
-    """Tiny settings; changes by full name with '__' for '.' or by their short name."""
-    return config.build(Settings, TINY, {name.replace("__", "."): value for name, value in changes.items()})
-
-
-def words(changes: dict[str, Any]) -> list[str]:
-    return [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
 
 
 @pytest.fixture(scope="session")
@@ -55,19 +19,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scenes")
     scenes.write(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
     return folder
-
-
-Adclr = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def adclr_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "adclr", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "2"} | environment,
-    )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from adclr.augment.photometric import blur, brightness, contrast, hue, photometr
 from adclr.augment.resample import resample
 from adclr.draws import key_of
 from adclr.views import plan
-from conftest import tiny
+from tiny import tiny
 
 
 def picture(index: int, height: int, width: int) -> np.ndarray:

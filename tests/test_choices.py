@@ -12,7 +12,7 @@ from adclr import auto, config, fit, training
 from adclr.config import UserError
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
-from conftest import TINY, tiny
+from tiny import TINY, tiny
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adclr import cli
-from conftest import TINY, Adclr, words
+from tiny import TINY, Adclr, words
 
 
 def test_help_is_instant_and_needs_no_torch(adclr: Adclr) -> None:

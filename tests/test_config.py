@@ -4,7 +4,7 @@ import pytest
 
 from adclr import config
 from adclr.config import UserError, build, parse_words
-from adclr.settings import Settings
+from adclr.settings import Settings, Train
 
 
 def test_layers_win_in_order_and_names_may_be_short_or_nested() -> None:
@@ -90,8 +90,8 @@ def test_every_setting_is_explained_and_has_a_default() -> None:
 
 def test_a_short_name_that_could_be_two_settings_is_refused() -> None:
     class Two(config.Section):
-        train: config.Train = config.Train()
-        other: config.Train = config.Train()
+        train: Train = Train()
+        other: Train = Train()
 
     with pytest.raises(UserError, match=r"'epochs' could be train\.epochs or other\.epochs"):
         build(Two, {"epochs": 5})

@@ -13,7 +13,7 @@ from adclr.config import UserError
 from adclr.feed import Batch, Feed
 from adclr.sources import ImageFolder
 from adclr.views import Plan, plan
-from conftest import tiny
+from tiny import tiny
 
 SETTINGS = tiny()
 

@@ -105,7 +105,7 @@ def test_images_are_resized_by_the_shorter_side_and_cut_in_the_middle() -> None:
 
 
 def test_the_public_call(images: Path, tmp_path: Path) -> None:
-    from conftest import TINY
+    from tiny import TINY
 
     run = package.pretrain(images / "train", out=tmp_path / "run", **TINY)
     scores = package.evaluate("knn", weights=run.path, data=images, k=[3])

@@ -13,7 +13,7 @@ from adclr.losses import Center
 from adclr.method import ADCLR
 from adclr.settings import Settings
 from adclr.training import build
-from conftest import tiny
+from tiny import tiny
 
 
 def make_views(settings: Settings, batch: int = 3, seed: int = 0) -> Views:

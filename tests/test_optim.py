@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from adclr.optim import Schedules, Values, make_optimizer, update
-from conftest import tiny
+from tiny import tiny
 
 SCHEDULES = Schedules(
     tiny(epochs=10, warmup_epochs=2, lr=1.0, final_lr=0.5, **{"train__batch_size": 512}, weight_decay=0.1,

@@ -21,7 +21,7 @@ from adclr import checkpoint, config, launch, training
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
-from conftest import TINY, words
+from tiny import TINY, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
 

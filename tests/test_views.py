@@ -8,7 +8,7 @@ import pytest
 from adclr.draws import Draws, key_of
 from adclr.settings import Settings
 from adclr.views import Crops, block_masks, crop_boxes, plan
-from conftest import tiny
+from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)
 SIZES = np.array([[60 + i % 50, 90 - i % 30] for i in range(1000)], np.int64)

@@ -23,8 +23,9 @@ from adclr.settings import Settings
 from adclr.views import plan
 from adclr.vit import QueryKeys
 from adclr.weights import create_backbone
-from conftest import TINY, tiny, words
+from tiny import TINY, tiny, words
 
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 

@@ -1,0 +1,56 @@
+"""What tests share: tiny settings, and the program as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from adclr import config
+from adclr.settings import Settings
+
+# As small as a run can be and still have every part.
+TINY: dict[str, Any] = {
+    "views.global_size": 16,
+    "views.local_size": 8,
+    "views.num_local": 2,
+    "views.num_queries": 2,
+    "model.patch_size": 4,
+    "model.dim": 16,
+    "model.depth": 2,
+    "model.num_heads": 2,
+    "method.head_hidden_dim": 24,
+    "method.head_bottleneck_dim": 8,
+    "method.num_prototypes": 32,
+    "method.momentum": 0.9,
+    "optim.warmup_epochs": 0.5,
+    "optim.lr": 0.01,
+    "train.epochs": 2,
+    "train.batch_size": 8,
+    "train.log_every_steps": 1,
+    "train.device": "cpu",
+}
+
+
+def tiny(**changes: Any) -> Settings:
+    """Tiny settings; changes by full name with '__' for '.' or by their short name."""
+    return config.build(Settings, TINY, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def words(changes: dict[str, Any]) -> list[str]:
+    return [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
+
+
+Adclr = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def adclr_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "adclr", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "2"} | environment,
+    )
