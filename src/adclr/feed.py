@@ -6,6 +6,7 @@ order of paths, with the draws of the place's own key. So neither threads nor lu
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,7 @@ class Feed:
         self.source, self.num_workers, self.max_pixels, self.pin = source, num_workers, max_pixels, pin
         self.max_unreadable, self.on_unreadable = max_unreadable, on_unreadable
         self.unreadable: set[int] = set()
+        self.seconds_waited = 0.0  # by whoever takes the batches
         self._lock = Lock()
 
     def image(self, index: int) -> Pixels:
@@ -96,13 +98,19 @@ class Feed:
                 images = [decoders.submit(self.image, int(i)) for i in indices]
                 waiting.append(assembler.submit(collect, epoch, indices, images))
                 if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
+                    yield self._wait(waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
+                yield self._wait(waiting.popleft())
         finally:
             # decoders first: an assembler then finds its images cancelled and gives up at once
             decoders.shutdown(wait=True, cancel_futures=True)
             assembler.shutdown(wait=True, cancel_futures=True)
+
+    def _wait(self, batch: Future[Batch]) -> Batch:
+        started = time.monotonic()
+        result = batch.result()
+        self.seconds_waited += time.monotonic() - started
+        return result
 
     def _assemble(self, epoch: int, indices: NDArray[np.int64], images: list[Pixels], planner: Planner) -> Batch:
         packed = pack(images, self.pin)

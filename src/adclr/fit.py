@@ -45,7 +45,7 @@ def fitted(
 def available(device: torch.device) -> float:
     """Bytes of the GPU that this process has or can get."""
     free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    limit = torch.cuda.get_per_process_memory_fraction(device.index or 0) * total
     return min(free + torch.cuda.memory_reserved(device), limit)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adclr import distributed, loggers
+from adclr.feed import Feed
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
 from adclr.runs import Run
@@ -41,8 +42,10 @@ class Meter:
 class Journal:
     """Only the first process writes; all of them meter."""
 
-    def __init__(self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, start: int) -> None:
-        self.settings, self.run, self.schedules, self.meter = settings, run, schedules, meter
+    def __init__(
+        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, feed: Feed, start: int
+    ) -> None:
+        self.settings, self.run, self.schedules, self.meter, self.feed = settings, run, schedules, meter, feed
         self.main = distributed.is_main()
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
@@ -78,7 +81,14 @@ class Journal:
             schedule = {name: value for name, value in vars(values).items() if name != "freeze_last_layer"}
             self.write(done, means | schedule)
             if self.main:
-                self.run.append("timing.jsonl", {"step": done, "seconds": seconds, "images_per_second": speed})
+                waited, self.feed.seconds_waited = self.feed.seconds_waited, 0.0
+                row = {
+                    "step": done,
+                    "seconds": seconds,
+                    "images_per_second": speed,
+                    "seconds_waiting_for_images": waited,
+                }
+                self.run.append("timing.jsonl", row)
             self.text = _describe(means, speed)
         self.line.move(done, self.text)
 

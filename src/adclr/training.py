@@ -203,7 +203,7 @@ def _train(job: Job, start: int, probe: Probe | None) -> None:
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
     last_layer = job.method.student.head.last_layer
     try:
-        with Journal(settings, job.run, schedules, job.meter, start) as journal:
+        with Journal(settings, job.run, schedules, job.meter, job.feed, start) as journal:
             if probe and start == 0:
                 journal.score(0, probe())
             for step in range(start, total):
