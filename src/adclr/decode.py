@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+ORIENTATION = 0x0112  # the tag of EXIF
 Pixels = NDArray[np.uint8]  # 3×height×width
 
 # Our own limit is checked before decoding; Pillow's would be the same for every caller of the process.
@@ -27,11 +28,13 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
             if width * height > max_pixels:
                 raise Unreadable(f"{width}x{height} pixels are more than data.max_pixels={max_pixels}")
             image.load()
-            upright = ImageOps.exif_transpose(image)
+            upright: Image.Image = image
+            if image.getexif().get(ORIENTATION, 1) != 1:  # asked first, since exif_transpose always copies
+                upright = ImageOps.exif_transpose(image)
             if upright.mode in ("I", "F") or upright.mode.startswith("I;16"):
                 grey = np.asarray(upright).astype(np.float64) / 257.0
                 upright = Image.fromarray(grey.clip(0, 255).round().astype(np.uint8))
-            return upright.convert("RGB")
+            return upright if upright.mode == "RGB" else upright.convert("RGB")
     except Unreadable:
         raise
     # Pillow's readers raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)

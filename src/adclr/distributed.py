@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ def session(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # DDP's reducer holds the group in a cycle; left to the end of the interpreter it can abort the process
         dist.destroy_process_group()
 
 

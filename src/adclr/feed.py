@@ -6,6 +6,7 @@ order of paths, with the draws of the place's own key. So neither threads nor lu
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -25,6 +26,9 @@ from adclr.views import Plan
 
 # Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
 AHEAD = 3
+# The thread that launches a step's thousands of operations can lose Python's lock to a decoder at each. Asking for
+# it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
+SWITCH_SECONDS = 5e-4
 
 
 Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> what is made of the batch
@@ -93,6 +97,8 @@ class Feed:
         def collect(epoch: int, indices: NDArray[np.int64], images: list[Future[Pixels]]) -> Batch:
             return self._assemble(epoch, indices, [image.result() for image in images], planner)
 
+        switch = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             for epoch, indices in order:
                 images = [decoders.submit(self.image, int(i)) for i in indices]
@@ -105,6 +111,7 @@ class Feed:
             # decoders first: an assembler then finds its images cancelled and gives up at once
             decoders.shutdown(wait=True, cancel_futures=True)
             assembler.shutdown(wait=True, cancel_futures=True)
+            sys.setswitchinterval(switch)
 
     def _wait(self, batch: Future[Batch]) -> Batch:
         started = time.monotonic()
