@@ -22,7 +22,7 @@ def session(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # DDP's reducer holds the group in a cycle; left to the end of the interpreter it can abort the process
+        gc.collect()  # DDP's reducer holds the group in a cycle; left to the interpreter's end it can abort
         dist.destroy_process_group()
 
 
