@@ -7,6 +7,7 @@ its traceback.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -136,7 +137,9 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
         print(f"{key:<16} {value:.2f}" if value % 1 else f"{key:<16} {value:.0f}")
     beside = Path(settings.weights)
     beside = beside if beside.is_dir() else beside.parent
-    out = Path(options.out or beside / "evals" / options.name / f"{Path(settings.data).resolve().name}.json")
+    out = Path(
+        options.out or beside / "evals" / options.name / f"{os.path.basename(os.path.abspath(settings.data))}.json"
+    )
     write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": provenance()})
     print(f"written to {out}")
 

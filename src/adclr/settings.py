@@ -167,7 +167,9 @@ class Train(Section):
         "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
     )
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
-    checkpoint_every_steps: Count | None = Field(None, description="steps between checkpoints; null: one an epoch")
+    checkpoint_every_steps: Count | None = Field(
+        None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
+    )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field((), description="where the curves also go")
 

@@ -1,0 +1,188 @@
+"""What is shipped: the wheel in a clean environment, and every command, line of Python and file the README names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import adclr
+from adclr import config
+from tiny import TINY, words
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=540, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def metadata(wheel: Path) -> list[str]:
+    """What the wheel needs, without its extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        needs = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+    return [need for need in needs if "extra ==" not in need]
+
+
+def install(folder: Path, *what: object) -> Path:
+    """A new environment with only this in it; the folder of its commands."""
+    venv.create(folder, with_pip=True)
+    pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "-c", ROOT / "constraints.txt", *what)
+    return folder / "bin"
+
+
+def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    """All that it needs but torch, which is large and which these commands must not need."""
+    needs = metadata(wheel)
+    assert any(need.startswith("torch") for need in needs)
+    bin_ = install(tmp_path / "env", *(need for need in needs if not need.startswith("torch")))
+    run(bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel)
+    assert "pretrain" in run(bin_ / "adclr", "--help", cwd=tmp_path)
+    listed = run(bin_ / "adclr", "pretrain", "--list-recipes", cwd=tmp_path)
+    assert [line.split()[0] for line in listed.splitlines()] == config.recipe_names()
+    assert adclr.__version__ in run(bin_ / "adclr", "--version", cwd=tmp_path)
+    assert str(tmp_path) in run(bin_ / "python", "-c", "import adclr; print(adclr.__file__)", cwd=tmp_path)
+
+
+@pytest.mark.full
+def test_the_wheel_trains_in_a_clean_environment(wheel: Path, images: Path, tmp_path: Path) -> None:
+    bin_ = install(tmp_path / "env", wheel)
+    assert "pretrain" in run(bin_ / "adclr", "--help", cwd=tmp_path)
+    run(bin_ / "adclr", "pretrain", images / "train", "--out", tmp_path / "run", *words(TINY), cwd=tmp_path)
+    assert (tmp_path / "run" / "backbone.safetensors").exists()
+
+
+def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    source = ROOT / "src"
+    shipped = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in (".py", ".yaml")}
+    inside = {name for name in names if ".dist-info/" not in name}
+    assert shipped <= inside
+    assert inside - shipped <= {"adclr/py.typed"}
+    assert "adclr/py.typed" in inside
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    joined = "".join(blocks("sh")).replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
+    """Where the README's reader stands: photos/ and labelled/ are here."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "photos").symlink_to(images / "train")
+    (folder / "labelled").symlink_to(images)
+    return folder
+
+
+def test_every_command_of_the_readme_works(place: Path) -> None:
+    """As written, but with tiny settings behind, and two processes where there are many."""
+    seen = set()
+    tiny_words = [word for word in words(TINY) if not word.startswith("train.device")]
+    for line in commands():
+        parts = shlex.split(line)
+        seen.add(parts[0])
+        if parts[0] == "torchrun":
+            parts = [sys.executable, "-m", "torch.distributed.run", *parts[1:]]
+            parts[parts.index("--nproc-per-node") + 1] = "2"
+        elif parts[0] == "adclr":
+            parts = [sys.executable, "-m", "adclr", *parts[1:]]
+        elif parts[0] == "make":
+            assert re.search(rf"^{parts[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            continue  # `make test` is what runs this; `make demo` is tests/test_demo.py
+        else:
+            assert line == "pip install ."  # tested with the wheel above
+            continue
+        if "--out" in parts:
+            parts += tiny_words
+        run(*parts, cwd=place)
+    assert seen == {"make", "pip", "adclr", "torchrun"}
+    for name in ("photos", "mine", "probed", "many"):
+        assert (place / "runs" / name / "backbone.safetensors").exists()
+    assert (place / "runs/photos/evals/knn/labelled.json").exists()
+
+
+def test_the_python_of_the_readme_works(place: Path) -> None:
+    (text,) = blocks("python")
+    small = {"epochs": 1, "warmup_epochs": 0.0, "head_hidden_dim": 16, "num_prototypes": 16, "depth": 1}
+    small |= {"train.batch_size": 16, "num_local": 1, "train.device": "cpu"}
+    assert "epochs=100)" in text
+    text = text.replace("epochs=100)", f"**{small!r})")
+    text += (
+        "\nassert tokens.cls.shape == (2, 384) and tokens.patches.shape == (2, 144, 384)"
+        "\nassert tokens.queries.shape == answers.shape == (2, 5, 384)"
+        "\nassert torch.allclose(tokens.queries, answers, atol=1e-5)"
+        "\nassert 0 <= scores['knn_top1'] <= 100 and run.finished"
+    )
+    run(sys.executable, "-c", text, cwd=place)
+
+
+def test_the_readme_names_files_that_exist_and_leaves_out_none() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+    table = README.split("## The source, in reading order")[1].split("## ")[0]
+    named = set(re.findall(r"`(\w+)\.py`|`(\w+)/", table))
+    named_rooms = {a or b for a, b in named}
+    rooms = {p.stem for p in (ROOT / "src/adclr").iterdir() if not p.name.startswith("_") and p.suffix == ".py"}
+    rooms |= {p.name for p in (ROOT / "src/adclr").iterdir() if p.is_dir() and not p.name.startswith("_")}
+    assert named_rooms - {"tests"} == rooms
+
+
+def test_the_method_page_names_things_that_exist() -> None:
+    import importlib
+
+    text = (ROOT / "docs/method.md").read_text(encoding="utf-8")
+    found = set(re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?`", text))
+    checked = 0
+    for module, name, attribute in found:
+        if not (ROOT / "src/adclr" / f"{module}.py").exists() and module != "augment":
+            continue
+        thing = getattr(importlib.import_module(f"adclr.{module}"), name, None)
+        section = config.full_name
+        if thing is None:  # not code but a setting
+            from adclr.settings import Settings
+
+            assert section(Settings, f"{module}.{name}")
+            continue
+        assert not attribute or hasattr(thing, attribute), (module, name, attribute)
+        checked += 1
+    assert checked >= 12
+
+
+def test_the_citation_is_readable() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == adclr.__version__
+    assert cited["license"] == "Apache-2.0"
+    assert f"## {adclr.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
