@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adclr.augment import Masks, Views
-from adclr.losses import Center
+from adclr.losses import Center, sinkhorn
 from adclr.method import ADCLR
 from adclr.settings import Settings
 from adclr.training import build
@@ -149,7 +149,7 @@ def test_adclr_has_dinos_parameters_and_adclr_star_only_the_mask_token_more() ->
 
 def test_without_weight_queries_leave_dinos_loss_and_gradients() -> None:
     settings, adclr = make(query_weight=0.0)
-    dino_settings, dino = make(num_queries=0)
+    _, dino = make(num_queries=0)
     views = make_views(settings)
     plain = Views(views.global_crops, views.local_crops, None, None)
     a, b = adclr(views, 0.05), dino(plain, 0.05)
@@ -159,7 +159,6 @@ def test_without_weight_queries_leave_dinos_loss_and_gradients() -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-7)
-    del dino_settings
 
 
 def test_the_query_loss_alone_trains_the_patch_projection() -> None:
@@ -229,6 +228,10 @@ def test_centers_follow_all_teacher_outputs_of_their_kind(center: str) -> None:
 
 def test_drop_path_is_the_students_only_and_follows_the_seed() -> None:
     method = build(tiny(model__drop_path=0.5))
+    assert all(block.drop_path.rate == 0 for block in method.teacher.backbone.blocks)
+    for block in method.teacher.backbone.blocks:
+        block.drop_path.rate = 0.5  # even then: the teacher is in eval mode whatever the student is in
+    method.train()
     views = make_views(tiny())
     with torch.no_grad():
         assert torch.equal(method.teach(views, 0.05).global_, method.teach(views, 0.05).global_)
@@ -247,6 +250,14 @@ def test_sinkhorn_targets() -> None:
     for part in targets:
         assert part is not None
         torch.testing.assert_close(part.sum(-1), torch.ones(part.shape[:-1]), rtol=1e-4, atol=1e-4)
+    views = make_views(settings)
+    with torch.no_grad():
+        tokens = method.teacher.backbone(views.global_crops.flatten(0, 1), views.queries.repeat(2, 1, 1, 1, 1))
+        expected = sinkhorn(method.teacher.head(tokens.cls), 0.05)
+        other = sinkhorn(method.teacher.head(tokens.queries.flatten(0, 1)), 0.05)
+    torch.testing.assert_close(method.teach(views, 0.05).global_.flatten(0, 1), expected)
+    torch.testing.assert_close(method.teach(views, 0.05).query.flatten(0, 1), other)
+    assert all((center.value == 0).all() for center in build(settings).centers.values())
 
 
 def test_entropy_is_of_log_k() -> None:

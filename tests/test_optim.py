@@ -70,6 +70,9 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
         m, v = 0.1 * g, 0.001 * g * g
         p = p - 0.1 * (m / 0.1) / ((v / 0.001).sqrt() + 1e-8)
         torch.testing.assert_close(parameter.detach().double(), p, rtol=1e-5, atol=1e-6)
+        # a first step of Adam does not depend on the scale of its gradient, so that is looked at itself
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), g, rtol=1e-5, atol=1e-6)
     assert 0 < clipped < len(before)
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import checkpoint, config, launch, training
+from adclr import config, launch, training
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
@@ -47,33 +47,33 @@ def pretrain(data: Path, out: Path, **changes: Any) -> Run:
 FULL: dict[str, Any] = {"masked_weight": 1.0, "log_every_steps": 2, "micro_batch_size": 4}  # all terms, accumulation
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "first"), [(0, 3), (3, 5)])  # 4 steps are an epoch: in the first, in the second
+def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path, workers: int, first: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     pretrain(images / "train", whole, num_workers=1, **FULL)  # 2 epochs of 4 steps
-    assert checkpoint.steps(Run(whole)) == [8]
-    changes = TINY | FULL | {"checkpoint_every_steps": 3, "num_workers": workers}
+    assert Run(whole).steps() == [8]
+    changes = TINY | FULL | {"checkpoint_every_steps": first, "num_workers": workers}
     command = [sys.executable, "-m", "adclr", "pretrain", str(images / "train"), "--out", str(parts), *words(changes)]
-    # the process stops itself dead, in the middle of an epoch and of a line of metrics, as soon as step 5 is done
+    # the process stops itself dead, in the middle of an epoch and of a line of metrics, two steps later
     killer = (
         "import os, signal, sys, adclr.journal as j; from adclr.cli import main; step = j.Journal.step\n"
         "def dead(self, done, *rest):\n"
         "    step(self, done, *rest)\n"
-        "    if done == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    if done == {first + 2}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "j.Journal.step = dead; main(sys.argv[1:])"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     killed = subprocess.run([sys.executable, "-c", killer, *command[3:]], capture_output=True, env=environment)
     assert killed.returncode == -signal.SIGKILL
-    assert checkpoint.steps(Run(parts)) == [3]
-    assert [row["step"] for row in Run(parts).rows("metrics.jsonl")] == [2, 4]
+    assert Run(parts).steps() == [first]
+    assert [row["step"] for row in Run(parts).rows("metrics.jsonl")] == list(range(2, first + 2, 2))
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert_same_state(whole, parts, 8)
     a, b = load_file(whole / "backbone.safetensors"), load_file(parts / "backbone.safetensors")
     assert all(torch.equal(a[name], b[name]) for name in a)
     starts = json.loads((parts / "provenance.json").read_text())
-    assert [start["from_step"] for start in starts] == [0, 3]
+    assert [start["from_step"] for start in starts] == [0, first]
 
 
 def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_unfinished_run_gives_its_latest_teacher(images: Path, tmp_path: Path
 
 def test_only_the_newest_checkpoints_are_kept_and_latest_is_the_newest(images: Path, tmp_path: Path) -> None:
     run = pretrain(images / "train", tmp_path / "run", checkpoint_every_steps=2, keep_checkpoints=3)
-    assert checkpoint.steps(run) == [4, 6, 8]
+    assert run.steps() == [4, 6, 8]
     assert os.readlink(run.checkpoints / "latest") == "step_8"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_4", "step_6", "step_8"]
     assert sorted(path.name for path in (run.checkpoints / "step_8").iterdir()) == sorted(
@@ -186,9 +186,10 @@ def test_unreadable_images_are_skipped_counted_and_listed(images: Path, tmp_path
     assert json.loads((run.path / "results.json").read_text())["unreadable_images"] == 2
 
 
-def test_two_processes_train_as_one(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["center", "sinkhorn"])
+def test_two_processes_train_as_one(images: Path, tmp_path: Path, target: str) -> None:
     """torchrun with 2 gloo processes: the same data, centers and gradients, so the same losses."""
-    changes = TINY | {"masked_weight": 1.0, "model.drop_path": 0.0}
+    changes = TINY | {"masked_weight": 1.0, "model.drop_path": 0.0, "method.target": target}
     single = package.pretrain(images / "train", out=tmp_path / "one", **changes)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adclr", "pretrain"]
     both = subprocess.run(
@@ -309,7 +310,7 @@ def test_a_student_learns_what_a_teacher_that_stands_still_says(images: Path, tm
     rows = list(run.rows("metrics.jsonl"))
     for name in ("loss_global", "loss_query", "loss_masked"):
         first, last = (sum(row[name] for row in part) / 8 for part in (rows[:8], rows[-8:]))
-        assert last < 0.8 * first, name
+        assert last < 0.9 * first, name
 
 
 def test_settings_build_the_method_they_describe() -> None:

@@ -155,3 +155,29 @@ def test_settings_are_the_papers() -> None:
     views = Settings().views
     assert (views.global_size, views.local_size, views.num_local, views.num_queries) == (224, 96, 10, 10)
     assert (views.global_scale, views.local_scale, views.query_scale) == ((0.4, 1.0), (0.05, 0.4), (0.05, 0.15))
+
+
+def test_each_kind_of_crop_has_its_own_area() -> None:
+    """The whole range of its own setting, and not another's."""
+    sizes = np.full((1000, 2), 1000, np.int64)
+    made = plan(Settings(), 0, KEYS, sizes)
+    wanted = {"global_crops": (0.4, 1.0), "local_crops": (0.05, 0.4), "queries": (0.05, 0.15)}
+    for kind, (low, high) in wanted.items():
+        boxes = getattr(made, kind).boxes
+        area = boxes[..., 2] * boxes[..., 3] / 1e6
+        assert low - 0.002 < area.min() < low + 0.01
+        assert high - 0.03 < area.max() < high + 0.002
+        ratio = boxes[..., 3] / boxes[..., 2]
+        assert 0.74 < ratio.min() < 0.76
+        assert 1.31 < ratio.max() < 1.35
+
+
+def test_how_much_is_masked() -> None:
+    settings = Settings().model_copy(update={"method": Settings().method.model_copy(update={"masked_weight": 1.0})})
+    masks = plan(settings, 0, KEYS, SIZES).masks
+    assert masks is not None
+    share = masks.mean(axis=-1)
+    assert abs((share > 0).mean() - 0.5) < 0.03  # every other view
+    assert share.max() <= 0.5
+    assert share.max() > 0.45
+    assert 0.2 < share[share > 0].mean() < 0.32  # the mean of U(0.1, 0.5), less where no block fits any more

@@ -36,7 +36,8 @@ def median_side(source: ImageFolder) -> int:
         except (Unreadable, OSError):
             continue
     if not sides:
-        raise UserError(f"none of {SAMPLE} images of {source.root} can be read; are they images?")
+        tried = min(SAMPLE, len(source))
+        raise UserError(f"none of the {tried} images of {source.root} that were tried can be read; are they images?")
     return int(statistics.median(sides))
 
 

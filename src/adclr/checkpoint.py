@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -28,16 +29,28 @@ class State:
     """What else a resumed run must know."""
 
     step: int  # steps done
+    steps_per_epoch: int
     fingerprint: str  # of the collection
-    meter: list[float]  # sums since the last line of metrics.jsonl
+    meter: list[float]  # sums since the last line of metrics.jsonl, mean over the processes
+    processes: int
+    micro_batch_size: int
 
 
 def save(run: Run, state: State, method: ADCLR, optimizer: torch.optim.Optimizer, keep: int) -> Path:
     """Writes a checkpoint, makes it the latest, and only then deletes the ones that are too many."""
-    final = run.checkpoints / f"step_{state.step}"
-    if (final / "manifest.json").exists():  # it was resumed from
-        return final
     temporary = run.checkpoints / f".step_{state.step}.tmp"
+    try:
+        return _save(run, temporary, state, method, optimizer, keep)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(
+            f"the checkpoint of step {state.step} cannot be written to {run.checkpoints} ({error}); "
+            "make room there, and the same command goes on from the checkpoint before"
+        ) from None
+
+
+def _save(run: Run, temporary: Path, state: State, method: ADCLR, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+    final, latest = run.checkpoints / f"step_{state.step}", run.checkpoints / "latest"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for name, tensors in _parts(method, optimizer).items():
@@ -45,36 +58,31 @@ def save(run: Run, state: State, method: ADCLR, optimizer: torch.optim.Optimizer
     write_json(temporary / "state.json", vars(state))
     files = sorted(path for path in temporary.iterdir())
     write_json(temporary / "manifest.json", {path.name: _facts(path) for path in files})
+    shutil.rmtree(final, ignore_errors=True)  # half of one, if anything; a whole one is resumed from, not made again
     os.rename(temporary, final)
     sync_directory(run.checkpoints)
     link = run.checkpoints / ".latest.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
-    os.replace(link, run.checkpoints / "latest")
+    if latest.is_dir() and not latest.is_symlink():  # a copy that followed links made a directory of it
+        shutil.rmtree(latest)
+    os.replace(link, latest)
     sync_directory(run.checkpoints)
-    for old in steps(run)[:-keep]:
+    for old in run.steps()[:-keep]:
         shutil.rmtree(run.checkpoints / f"step_{old}")
     return final
 
 
-def steps(run: Run) -> list[int]:
-    """The steps of all whole checkpoints, ascending."""
-    found = []
-    for path in run.checkpoints.glob("step_*") if run.checkpoints.is_dir() else ():
-        number = path.name.removeprefix("step_")
-        if number.isdigit() and (path / "manifest.json").exists():
-            found.append(int(number))
-    return sorted(found)
-
-
 def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
     """Restores the latest checkpoint and says where it stands; None if there is none."""
-    found = steps(run)
+    found = run.steps()
     if not found:
         return None
     folder = run.checkpoints / f"step_{found[-1]}"
-    for name, facts in read_json(folder / "manifest.json").items():
-        path = folder / Path(name).name
+    manifest = read_json(folder / "manifest.json")
+    names = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
+    for name in names:
+        path, facts = folder / name, manifest.get(name) if isinstance(manifest, dict) else None
         if not path.exists() or _facts(path) != facts:
             raise UserError(
                 f"checkpoint {folder} is damaged at {path.name}; delete that directory to go on from an older one"
@@ -89,7 +97,10 @@ def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | N
         fit(parts[name], tensors, folder / f"{name}.safetensors")
         module.load_state_dict(tensors)
     _load_optimizer(method.student, optimizer, read_tensors(folder / "optimizer.safetensors"))
-    return State(**read_json(folder / "state.json"))
+    try:
+        return State(**read_json(folder / "state.json"))
+    except TypeError:
+        raise UserError(f"{folder} is of another version of adclr; start the run anew in another --out") from None
 
 
 def _parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

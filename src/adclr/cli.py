@@ -7,12 +7,14 @@ its traceback.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from adclr import __version__
 
@@ -23,6 +25,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"adclr: {message}; {self.prog} --help says more", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a seed; write a number from 0 on")
+    return int(text)
 
 
 def parser() -> Parser:
@@ -36,7 +44,7 @@ def parser() -> Parser:
 
     demo = commands.add_parser("demo", help="the whole story on built-in images, on a CPU, in a few minutes")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
-    demo.add_argument("--seed", type=int, default=0, help="of images and training (%(default)s)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of images and training (%(default)s)")
 
     pretrain = commands.add_parser("pretrain", help="train on a folder of images", add_help=False)
     pretrain.add_argument("data", nargs="?", metavar="DATA", help="folder of images, searched recursively")
@@ -52,14 +60,28 @@ def parser() -> Parser:
     evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
     evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
     evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
-    evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/DIR.json beside the weights)")
+    evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
-    main.set_defaults(parsers={"pretrain": pretrain, "evaluate": evaluate})
+    main.set_defaults(parsers={"demo": demo, "pretrain": pretrain, "evaluate": evaluate})
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a name the terminal cannot show must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `adclr pretrain --help | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        print("adclr: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _main(arguments: list[str]) -> None:
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()
     options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])
@@ -74,7 +96,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder that went away: the system's sentence says it
+        print(
+            f"adclr: {error.filename or 'a file'}: {error.strerror or error}; see to it and try again", file=sys.stderr
+        )
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
+        if options.command == "evaluate" or not options.out or not any(Path(options.out).glob("**/checkpoints/step_*")):
+            raise
         print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
 
@@ -130,23 +161,30 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
             values[key] = getattr(options, key)
     chosen = evals.module(options.name)
     settings = config.build(chosen.Settings, values)
-    scores = chosen.run(settings)
-    from adclr.runs import provenance, write_json
+    from adclr.runs import check_writable, provenance, write_json
 
+    out = Path(options.out) if options.out else _score_file(options.name, settings)
+    check_writable(out)
+    if out.is_dir():
+        raise config.UserError(f"{out} is a folder; give the name of a file")
+    scores = chosen.run(settings)
     for key, value in scores.items():
         print(f"{key:<16} {value:.2f}" if value % 1 else f"{key:<16} {value:.0f}")
-    beside = Path(settings.weights)
-    beside = beside if beside.is_dir() else beside.parent
-    out = Path(
-        options.out or beside / "evals" / options.name / f"{os.path.basename(os.path.abspath(settings.data))}.json"
-    )
     write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": provenance()})
     print(f"written to {out}")
+
+
+def _score_file(name: str, settings: Any) -> Path:
+    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart."""
+    weights, data = Path(settings.weights), os.path.abspath(settings.data)
+    told = settings.model_copy(update={"weights": "", "data": data}).model_dump_json()
+    file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
+    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import demo
 
     if words:
-        options.parsers["pretrain"].error(f"the demo takes no settings, but was given {words[0]}")
+        options.parsers["demo"].error(f"the demo takes no settings, but was given {words[0]}")
     demo.run(Path(options.out), options.seed)

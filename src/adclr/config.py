@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 
 class UserError(ValueError):
@@ -26,7 +26,10 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+T = TypeVar("T")
+# any number of things; one may be written without brackets
+Several = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -57,6 +60,9 @@ def full_name(model: type[BaseModel], name: str) -> str:
         return ending[0]
     if ending:
         raise UserError(f"setting '{name}' could be {' or '.join(ending)}; write one of them")
+    inside = [path for path in paths if path.startswith(name + ".")]
+    if inside:
+        raise UserError(f"'{name}' is a group of settings; set one of its own, such as {inside[0]}")
     words = {path: path for path in paths} | {path.rsplit(".", 1)[-1]: path for path in paths}
     near = difflib.get_close_matches(name, list(words), n=1, cutoff=0.5) or difflib.get_close_matches(
         name.rsplit(".", 1)[-1], list(words), n=1, cutoff=0.5
@@ -86,13 +92,29 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain scalars, lists and maps. A name given twice would drop the first, an alias can be without end: neither."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not taken")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"'{name}' is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(text: str, what: str) -> Any:
-    """YAML as data: plain scalars, lists and maps; tags that name Python objects are refused."""
+    """YAML as data; tags that name Python objects are refused."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{what} is not readable as YAML ({first}); mend it or leave it out") from None
+        raise UserError(f"{what} is not readable as YAML ({first}); mend it") from None
     except (RecursionError, ValueError) as error:  # a thousand brackets; a date that does not exist
         raise UserError(f"{what} is not readable as YAML ({type(error).__name__}); mend it") from None
 
@@ -100,9 +122,13 @@ def load_yaml(text: str, what: str) -> Any:
 def build(model: type[S], *layers: Mapping[str, Any]) -> S:
     """Settings from layers of names and values, later ones winning; names may be paths, nested or short."""
     values: dict[str, Any] = {}
+    truths = {path for path, field in leaves(model) if "bool" in str(field.annotation)}
     for layer in layers:
         for name, value in flatten(layer).items():
-            values[full_name(model, name)] = os.fspath(value) if isinstance(value, os.PathLike) else value
+            path = full_name(model, name)
+            if isinstance(value, bool) and path not in truths:
+                raise UserError(f"setting {path}={value} is not possible: it is not a yes or no")
+            values[path] = os.fspath(value) if isinstance(value, os.PathLike) else value
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *parents, leaf = path.split(".")
@@ -122,7 +148,9 @@ def _sentence(error: ValidationError) -> str:
         return str(first["ctx"]["error"])
     name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     message = first["msg"][:1].lower() + first["msg"][1:]
-    return f"setting {name}={first['input']!r} is not possible: {message}"
+    if first["type"] == "missing":
+        message = "a number is missing"
+    return f"setting {name}={first['input']!r} is not possible: {message.replace('tuple', 'list such as [1, 2]')}"
 
 
 def recipe_names() -> list[str]:

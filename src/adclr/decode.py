@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 ORIENTATION = 0x0112  # the tag of EXIF
@@ -37,6 +37,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
             return upright if upright.mode == "RGB" else upright.convert("RGB")
     except Unreadable:
         raise
+    except UnidentifiedImageError:
+        raise Unreadable(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
     # Pillow's readers raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
     except Exception as error:
         text = str(error).splitlines()

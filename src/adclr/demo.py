@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from PIL import Image
 
 from adclr import launch, scenes, training
 from adclr.config import UserError
+from adclr.runs import check_writable
 from adclr.scenes import Scene
 from adclr.visualize import Box, attention_sheet
 from adclr.weights import load_weights
@@ -22,13 +25,21 @@ SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety o
 def run(out: Path, seed: int) -> None:
     """Everything lies in `out`; a second time goes on from where the first stopped."""
     started = time.monotonic()
-    images, folder, picture = out / "scenes", out / "run", out / "attention.png"
-    if not (images / "done").exists():
-        if out.exists() and any(path != images for path in out.iterdir()):
-            raise UserError(f"{out} holds something else; choose another --out")
+    images, half, folder, picture = out / "scenes", out / ".scenes.tmp", out / "run", out / "attention.png"
+    check_writable(out)
+    if os.path.exists(out) and (
+        not out.is_dir() or any(path not in (images, half, folder, picture) for path in out.iterdir())
+    ):
+        raise UserError(f"{out} holds something else; choose another --out")
+    note = images / "seed.txt"
+    if images.exists() and (not note.exists() or note.read_text().strip() != str(seed)):
+        raise UserError(f"{images} was rendered from another seed; choose another --out")
+    if not images.exists():
         print(f"rendering {NUM_TRAIN} + {NUM_VAL} scenes of {SIZE} pixels into {images}", flush=True)
-        scenes.write(images, seed, NUM_TRAIN, NUM_VAL, SIZE)
-        (images / "done").touch()
+        shutil.rmtree(half, ignore_errors=True)
+        scenes.write(half, seed, NUM_TRAIN, NUM_VAL, SIZE)
+        (half / note.name).write_text(f"{seed}\n")
+        os.rename(half, images)
     overrides = {"train.seed": seed, "probe.data": str(images)}
     training.run(launch.prepare(images / "train", folder, "demo", overrides))
     results = json.loads((folder / "results.json").read_text())

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ def session(device: torch.device) -> Iterator[None]:
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # patient, because the others wait while the first process scores a probe
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
     try:
         yield
     finally:
@@ -41,6 +43,11 @@ def is_main() -> bool:
 def local_rank() -> int:
     """The number of this process on its machine, which is the number of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """How many processes share this machine and its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def barrier() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+from pathlib import Path
 
 import torch
 
+from adclr import distributed
 from adclr.augment import Masks, Views
 from adclr.config import UserError
 from adclr.method import ADCLR
@@ -15,6 +18,7 @@ from adclr.settings import Settings
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
 CPU_SHARE = 0.5
 GIB = 2**30
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 SMALLER = "choose a smaller model.size, views.num_local or method.num_prototypes"
 
 
@@ -32,7 +36,7 @@ def fitted(
         room = GPU_SHARE * available(device) - fixed
     else:
         each = estimate(settings)
-        room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        room = CPU_SHARE * host_memory() / distributed.local_world_size()
     most = min(local_batch, at_most or local_batch)
     sizes = [n for n in range(1, most + 1) if local_batch % n == 0 and n * each <= room]
     if not sizes:
@@ -40,6 +44,17 @@ def fitted(
             f"not even one image fits: it needs {each / GIB:.2f} GiB and {max(0.0, room) / GIB:.2f} are free; {SMALLER}"
         )
     return sizes[-1]
+
+
+def host_memory() -> float:
+    """Bytes a process can still get: what the machine or the container has left, caches counted as free."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))]
+    with contextlib.suppress(OSError, ValueError):  # Linux; elsewhere the number above stands
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        limits = [1024.0 * int(lines["MemAvailable"].split()[0])]
+    with contextlib.suppress(OSError, ValueError):  # no such limit, or the word "max"
+        limits.append(float(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())))
+    return max(0.0, min(limits))
 
 
 def available(device: torch.device) -> float:
@@ -68,8 +83,7 @@ def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torc
         peaks[count] = torch.cuda.max_memory_allocated(device)
     if not fits:
         raise UserError(f"not even {count} images fit into {available(device) / GIB:.1f} GiB; {SMALLER}")
-    method.zero_grad(set_to_none=True)
-    method.update(1.0, torch.tensor(False, device=device))  # forgets what the centers saw
+    method.forget()
     each = (peaks[6] - peaks[2]) / 4
     moments = 8 * sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     return peaks[2] - 2 * each + moments, each
@@ -87,7 +101,7 @@ def estimate(settings: Settings) -> float:
     tokens = 2 * ((views.global_size // patch) ** 2 + 1 + queries) + views.num_local * (
         (views.local_size // patch) ** 2 + 1 + queries * settings.method.queries_in_local_views
     )
-    rows = 2 + views.num_local + 2 * queries
+    rows = 2 + views.num_local + (2 + views.num_local * settings.method.queries_in_local_views) * queries
     if settings.masked:
         rows += int((views.global_size // patch) ** 2 * views.mask_ratio[1])
     return 4.0 * (24 * dim * depth * tokens + 4 * settings.method.num_prototypes * rows)

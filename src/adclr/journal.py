@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adclr import distributed, loggers
+from adclr.config import UserError
 from adclr.feed import Feed
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
@@ -18,6 +20,10 @@ from adclr.settings import Settings
 
 # the order of `method.Losses`
 NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
+
+
+# Steps in a row, all void, after which a run stops: no training comes back from that on its own.
+MOST_VOID = 50
 
 
 class Meter:
@@ -31,9 +37,14 @@ class Meter:
         self.sums[:-1] += torch.where(ok, row, 0.0)
         self.sums[-1] += (~ok).double()
 
+    def mean(self) -> list[float]:
+        """The sums, mean over the processes, all of which must ask."""
+        found: list[float] = (distributed.sum_(self.sums.clone()) / distributed.world_size()).tolist()
+        return found
+
     def read(self) -> dict[str, float | None]:
         """Means over steps and processes (None if no step was good) and how many steps were void; then starts anew."""
-        *sums, good, voided = (distributed.sum_(self.sums.clone()) / distributed.world_size()).tolist()
+        *sums, good, voided = self.mean()
         self.sums.zero_()
         means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
         return means | {"voided_steps": voided}
@@ -50,6 +61,7 @@ class Journal:
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
+        self.void = 0.0  # steps in a row
 
     def __enter__(self) -> Self:
         self.line.__enter__()
@@ -90,7 +102,16 @@ class Journal:
                 }
                 self.run.append("timing.jsonl", row)
             self.text = _describe(means, speed)
+            self._stop_if_void(done, means)
         self.line.move(done, self.text)
+
+    def _stop_if_void(self, done: int, means: dict[str, float | None]) -> None:
+        self.void = 0.0 if means["loss"] is not None else self.void + (means["voided_steps"] or 0)
+        if self.void >= MOST_VOID or (self.void and done == self.schedules.total_steps):
+            raise UserError(
+                f"the last {self.void:.0f} steps were void, their losses or gradients not finite; "
+                "choose another --out and a lower optim.lr, or look at the settings that are not usual"
+            )
 
     def write(self, step: int, row: dict[str, float | None]) -> None:
         if not self.main:
@@ -100,12 +121,14 @@ class Journal:
         for writer in self.writers:
             writer.log(step, numbers)
 
-    def score(self, step: int, scores: dict[str, float]) -> None:
-        """Takes note of a probe, whose time is not the training's."""
+    def score(self, step: int, probe: Callable[[], dict[str, float]]) -> None:
+        """Takes a probe and notes it; its time is not the training's."""
+        started = time.monotonic()
+        scores = probe()
         self.write(step, dict(scores))
         for name, value in scores.items():
             self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {value:.1f} %")
-        self.clock, self.marked = time.monotonic(), step
+        self.clock += time.monotonic() - started
 
 
 def _describe(means: dict[str, float | None], speed: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Labelled:
 def open_labelled(path: str | Path) -> Labelled:
     """A fifth of an unsplit folder, chosen by the keys of its images, is the val split."""
     root = Path(path)
-    if (root / "train").is_dir() and (root / "val").is_dir():
+    if os.path.isdir(root / "train") and os.path.isdir(root / "val"):
         train, val = ImageFolder(root / "train"), ImageFolder(root / "val")
     else:
         whole = ImageFolder(root)

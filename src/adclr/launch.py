@@ -10,7 +10,7 @@ from typing import Any
 
 from adclr import auto, config, loggers
 from adclr.config import UserError
-from adclr.runs import Run
+from adclr.runs import Run, check_writable
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
 
@@ -46,21 +46,29 @@ class Launch:
 def prepare(
     data: str | Path | None,
     out: str | Path,
-    recipe: str | None = None,
+    recipe: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> Launch:
     """Everything is checked before anything is written."""
     run = Run(out)
+    check_writable(run.path)
     stored = run.settings()
-    overrides = dict(overrides or {}) | ({} if data is None else {"data.path": str(data)})
-    if stored is None:
-        if resume:
-            raise UserError(f"{run.path} holds no run to resume; leave out --resume to start one")
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            raise UserError(f"{run.path} exists and holds no run; choose another --out")
+    overrides = dict(overrides or {})
+    if "recipe" in overrides:
+        raise UserError(f"a recipe is not a setting; write --recipe {overrides['recipe']}")
+    if data is not None:
+        if {"path", "data.path"} & set(overrides):
+            raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
+        overrides["data.path"] = str(data)
+    if stored is None and run.path.exists() and (not run.path.is_dir() or _foreign(run.path)):
+        raise UserError(f"{run.path} exists and holds no run; choose another --out")
+    if stored is not None and not run.begun:
+        stored = None  # it failed before it did anything, and its settings may be why
+    if stored is None and resume:
+        raise UserError(f"{run.path} holds no run to resume; leave out --resume to start one")
     # names and values first, since that is quick; the collection after
-    named = recipe if recipe not in (None, "auto") else None
+    named = os.fspath(recipe) if recipe is not None and recipe != "auto" else None
     base: Mapping[str, Any] = {}
     if named is not None:
         base = config.recipe(named) | {"recipe": named}
@@ -85,8 +93,33 @@ def prepare(
     return Launch(settings, source, run, reasons)
 
 
+def _foreign(folder: Path) -> bool:
+    return any(path.name != ".lock" for path in folder.iterdir())
+
+
+def check_finished(launched: Launch) -> None:
+    """A finished run is not gone on with; that must not look as if other images had been learned from."""
+    starts = launched.run.starts()
+    before = starts[-1].get("collection") if starts and isinstance(starts[-1], dict) else None
+    if before is not None and before != launched.source.fingerprint():
+        raise UserError(
+            f"{launched.run.path} is finished and {launched.source.root} is not what it learned from; "
+            "choose another --out"
+        )
+
+
+def processes() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1 or (int(text) > 1 and "RANK" not in os.environ):
+        raise UserError(
+            f"WORLD_SIZE={text} is in the environment but torchrun is not at work; unset it or use torchrun"
+        )
+    return int(text)
+
+
 def check_batch(settings: Settings, num_images: int) -> None:
-    batch, world = settings.train.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    batch, world = settings.train.batch_size, processes()
     if num_images < batch:
         raise UserError(
             f"{settings.data.path} holds {num_images} images, fewer than train.batch_size={batch}; "

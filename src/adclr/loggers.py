@@ -13,6 +13,11 @@ from adclr.config import UserError, flatten
 from adclr.settings import Settings
 
 MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+REMEDY = {
+    "tensorboard": "leave it out of train.loggers",
+    "wandb": "run 'wandb login' or set WANDB_MODE=offline",
+    "mlflow": "check MLFLOW_TRACKING_URI",
+}
 
 
 class Logger(Protocol):
@@ -34,7 +39,16 @@ def open_loggers(settings: Settings, run: Path, step: int) -> list[Logger]:
         "wandb": WandB,
         "mlflow": MLflow,
     }
-    return [kinds[name](settings, run, step) for name in settings.train.loggers]
+    made: list[Logger] = []
+    for name in settings.train.loggers:
+        try:
+            made.append(kinds[name](settings, run, step))
+        except Exception as error:  # of whatever kind the package has; it is about an account, a server or a disk
+            for logger in made:
+                logger.close()
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{name} cannot be logged to ({first}); {REMEDY[name]}") from None
+    return made
 
 
 class TensorBoard:

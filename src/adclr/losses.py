@@ -90,4 +90,8 @@ class Center(nn.Module):
         mean = seen[:-1] / seen[-1].clamp(min=1)
         moved = self.value * self.momentum + mean * (1 - self.momentum)
         self.value.copy_(torch.where(ok & (seen[-1] > 0), moved, self.value))
+        self.forget()
+
+    def forget(self) -> None:
+        """What this step has seen, which other processes are not asked about."""
         self._sum.zero_()

@@ -186,6 +186,13 @@ class ADCLR(nn.Module):
         entropy = torch.special.entr(targets.global_).sum(dim=-1).mean() / math.log(self.num_prototypes)
         return Losses(total, losses["global"], losses["query"], losses["masked"], entropy)
 
+    def forget(self) -> None:
+        """As if no batch had been seen since the last update."""
+        self.zero_grad(set_to_none=True)
+        for center in self.centers.values():
+            assert isinstance(center, Center)
+            center.forget()
+
     @torch.no_grad()
     def update(self, momentum: float, ok: Tensor) -> None:
         """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit."""

@@ -6,6 +6,8 @@ backbone.safetensors, backbone.json, results.json, evals/NAME/*.json}
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -43,6 +45,21 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Says before any work is done that a file or folder could not be made there."""
+    parent = path
+    try:
+        while not parent.exists() and parent != parent.parent:
+            parent = parent.parent
+        good = os.access(parent, os.W_OK | (os.X_OK if parent.is_dir() else 0))
+        if good and parent != path and not parent.is_dir():
+            raise UserError(f"{path} cannot be made, for {parent} is a file; choose another place")
+    except OSError as error:
+        raise UserError(f"{path} cannot be made ({error.strerror}); choose another place") from None
+    if not good:
+        raise UserError(f"{path} cannot be written: there is no permission for {parent}; choose another place")
+
+
 def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -73,16 +90,37 @@ class Run:
     def settings(self) -> Settings | None:
         """The settings it was started with; None if nothing was started here."""
         file = self.path / "settings.yaml"
-        if not file.exists():
-            return None
         try:
             text = file.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except (OSError, UnicodeDecodeError):
             raise UserError(f"{file} cannot be read; restore it or choose another --out") from None
         values = config.load_yaml(text, str(file))
         if not isinstance(values, dict):
             raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
-        return config.build(Settings, values)
+        try:
+            return config.build(Settings, values)
+        except UserError as error:
+            raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Only one program at a time works on a run; the lock goes with its process, however that ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
+            except OSError:
+                pass  # a file system without locks
+            try:
+                yield
+            finally:
+                if [path.name for path in self.path.iterdir()] == [".lock"]:  # nothing came of it
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
 
     def write_settings(self, settings: Settings) -> None:
         text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -90,14 +128,33 @@ class Run:
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
         """One entry for each start: command, versions, commit, and the facts given."""
+        write_json(self.path / "provenance.json", [*self.starts(), provenance() | dict(facts)])
+
+    def starts(self) -> list[Any]:
+        """provenance.json"""
         file = self.path / "provenance.json"
-        starts = read_json(file) if file.exists() else []
-        assert isinstance(starts, list)
-        write_json(file, [*starts, provenance() | dict(facts)])
+        found = read_json(file) if file.exists() else []
+        if not isinstance(found, list):
+            raise UserError(f"{file} is not a list of starts; restore it or delete it")
+        return found
 
     @property
     def finished(self) -> bool:
         return (self.path / "results.json").exists()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything in it that a new start would lose."""
+        return self.finished or bool(self.steps()) or any("loss" in row for row in self.rows("metrics.jsonl"))
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, ascending."""
+        found = []
+        for path in self.checkpoints.glob("step_*") if self.checkpoints.is_dir() else ():
+            number = path.name.removeprefix("step_")
+            if number.isascii() and number.isdecimal() and (path / "manifest.json").exists():
+                found.append(int(number))
+        return sorted(found)
 
     # -- what happened --
 
@@ -105,12 +162,20 @@ class Run:
         with open(self.path / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
+        """Appends a row unless one of the same `key` is there, whichever process wrote it."""
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if all(there.get(key) != row[key] for there in self.rows(name)):
+                file.write(json.dumps(row) + "\n")
+
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of a .jsonl file; a last line that a crash cut short is left out."""
         file = self.path / name
         if not file.exists():
             return
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
@@ -118,11 +183,15 @@ class Run:
             if isinstance(row, dict):
                 yield row
 
-    def cut(self, name: str, step: int) -> None:
-        """Drops the rows after a step, those that a resumed run will write again."""
-        kept = [json.dumps(row) + "\n" for row in self.rows(name) if row.get("step", 0) <= step]
+    def cut(self, name: str, step: float) -> None:
+        """Drops the rows after a step, those that a resumed run will write again, and what is not a row."""
+        kept = [json.dumps(row) + "\n" for row in self.rows(name) if _number(row.get("step", 0)) <= step]
         if (self.path / name).exists():
             write_atomically(self.path / name, "".join(kept).encode())
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("inf")
 
 
 def provenance() -> dict[str, Any]:

@@ -6,7 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from adclr.config import Count, Device, NonNegative, Positive, Ratio, Section, Share
+from adclr.config import Count, Device, NonNegative, Positive, Ratio, Section, Several, Share
+
+# Beyond these a number is a slip of the pen: layers wider than any GPU holds, temperatures that float32 does not.
+Side = Annotated[int, Field(ge=1, le=16384)]  # pixels
+Width = Annotated[int, Field(ge=1, le=65536)]
+Temperature = Annotated[float, Field(ge=0.001, le=1000)]
+Deviation = Annotated[float, Field(ge=0.001, le=1000)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Crops = Annotated[int, Field(ge=0, le=10_000)]
 
 # width, depth, heads of each size of the ViT
 VIT_SIZES: dict[str, tuple[int, int, int]] = {
@@ -25,8 +33,8 @@ class Data(Section):
     num_workers: int | None = Field(None, ge=0, description="decoding threads; null: one for each CPU core")
     max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
     max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
-    std: tuple[Positive, Positive, Positive] = Field(
+    mean: tuple[Ratio, Ratio, Ratio] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
+    std: tuple[Deviation, Deviation, Deviation] = Field(
         (0.229, 0.224, 0.225), description="deviation of each channel, of 1"
     )
     allow_changed: bool = Field(False, description="resume although the collection is not what it was")
@@ -35,10 +43,10 @@ class Data(Section):
 class Views(Section):
     """Which crops are made of an image, and how they are altered."""
 
-    global_size: Count = Field(224, description="side of the 2 global crops, pixels")
-    local_size: Count = Field(96, description="side of a local crop, pixels")
-    num_local: int = Field(10, ge=0, description="local crops of each image")
-    num_queries: int = Field(10, ge=0, description="Q, query crops of each image, each one patch large; 0 is DINO")
+    global_size: Side = Field(224, description="side of the 2 global crops, pixels")
+    local_size: Side = Field(96, description="side of a local crop, pixels")
+    num_local: Crops = Field(10, description="local crops of each image")
+    num_queries: Crops = Field(10, description="Q, query crops of each image, each one patch large; 0 is DINO")
     global_scale: tuple[Share, Share] = Field((0.4, 1.0), description="area of a global crop, of the image's")
     local_scale: tuple[Share, Share] = Field((0.05, 0.4), description="area of a local crop")
     query_scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a query crop")
@@ -52,7 +60,7 @@ class Views(Section):
     grey: Ratio = Field(0.2, description="probability of a grey crop")
     global_blur: tuple[Ratio, Ratio] = Field((1.0, 0.1), description="probability of blur, each global crop's")
     local_blur: Ratio = Field(0.5, description="probability of blur of a local crop")
-    blur_sigma: tuple[Positive, Positive] = Field((0.1, 2.0), description="deviation of the blur, pixels of the crop")
+    blur_sigma: tuple[Deviation, Deviation] = Field((0.1, 2.0), description="deviation of the blur, pixels of the crop")
     solarise: tuple[Ratio, Ratio] = Field((0.0, 0.2), description="probability of solarising, each global crop's")
     query_photometric: Literal["none", "local"] = Field(
         "none", description="none: queries are only flipped; local: altered as local crops are"
@@ -83,10 +91,12 @@ class Model(Section):
 
     size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
     patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
-    dim: Count | None = Field(None, description="width instead of the size's")
-    depth: Count | None = Field(None, description="number of blocks instead of the size's")
-    num_heads: Count | None = Field(None, description="heads instead of the size's")
-    num_registers: int = Field(0, ge=0, description="register tokens")
+    dim: Width | None = Field(None, description="width instead of the size's")
+    depth: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="number of blocks instead of the size's"
+    )
+    num_heads: Width | None = Field(None, description="heads instead of the size's")
+    num_registers: int = Field(0, ge=0, le=1024, description="register tokens")
     layer_scale: Positive | None = Field(None, description="initial LayerScale; null: none")
     drop_path: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.1, description="drop path of the last block, linear in depth; student only"
@@ -124,15 +134,15 @@ class Method(Section):
     )
     center_momentum: Ratio = Field(0.9, description="momentum of the centers")
     target: Literal["center", "sinkhorn"] = Field("center", description="how the teacher's output becomes a target")
-    student_temperature: Positive = Field(0.1, description="tau_s")
-    teacher_temperature: Positive = Field(0.07, description="tau_t after its warm-up")
-    teacher_temperature_start: Positive = Field(0.04, description="tau_t at the start")
+    student_temperature: Temperature = Field(0.1, description="tau_s")
+    teacher_temperature: Temperature = Field(0.07, description="tau_t after its warm-up")
+    teacher_temperature_start: Temperature = Field(0.04, description="tau_t at the start")
     teacher_temperature_warmup_epochs: NonNegative = Field(30, description="epochs over which tau_t rises, linearly")
     momentum: Ratio = Field(0.996, description="the teacher's momentum at the start")
     momentum_end: Ratio = Field(1.0, description="the teacher's momentum at the end, by a cosine")
-    head_hidden_dim: Count = Field(2048, description="width of the projection head")
-    head_bottleneck_dim: Count = Field(256, description="width before the prototypes")
-    num_prototypes: Annotated[int, Field(ge=2)] = Field(65536, description="K")
+    head_hidden_dim: Width = Field(2048, description="width of the projection head")
+    head_bottleneck_dim: Width = Field(256, description="width before the prototypes")
+    num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = Field(65536, description="K")
     train_gain: bool = Field(
         True, description="train the gain of the weight-normalised last layer (norm_last_layer false)"
     )
@@ -146,7 +156,7 @@ class Optim(Section):
     warmup_epochs: NonNegative = Field(10, description="epochs over which the learning rate rises from 0")
     weight_decay: NonNegative = Field(0.04, description="weight decay at the start")
     weight_decay_end: NonNegative = Field(0.4, description="weight decay at the end, by a cosine")
-    betas: tuple[Ratio, Ratio] = Field((0.9, 0.999), description="AdamW's")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's")
     clip_norm: Positive | None = Field(
         3.0, description="largest gradient norm of each parameter tensor on its own; null: none"
     )
@@ -171,7 +181,7 @@ class Train(Section):
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field((), description="where the curves also go")
+    loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 
 class Probe(Section):

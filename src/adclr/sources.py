@@ -44,10 +44,13 @@ class ImageFolder:
 
 def find_images(root: Path) -> list[str]:
     """Relative paths, with '/', of all images below `root`, sorted."""
-    if not root.exists():
-        raise UserError(f"folder {root} does not exist; check the path")
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; give the folder that holds the images")
+    try:
+        if not root.exists():
+            raise UserError(f"folder {root} does not exist; check the path")
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; give the folder that holds the images")
+    except OSError as error:
+        raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
     waiting = [""]
@@ -66,10 +69,13 @@ def find_images(root: Path) -> list[str]:
             path = f"{below}/{entry.name}" if below else entry.name
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
-                waiting.append(path)
-            elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
-                found.append(path)
+            try:
+                if entry.is_dir():
+                    waiting.append(path)
+                elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                    found.append(path)
+            except OSError:
+                continue  # a link that leads nowhere, for one to itself
     if not found:
         raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
     return sorted(found)

@@ -35,7 +35,7 @@ CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no num
 
 
 def pretrain(
-    data: str | Path | None, out: str | Path, recipe: str | None = None, resume: bool = False, **settings: Any
+    data: str | Path | None, out: str | Path, recipe: str | Path | None = None, resume: bool = False, **settings: Any
 ) -> Run:
     """`pretrain("photos/", out="runs/photos", recipe="adclr_vits16", epochs=100)`: trains, or goes on, to the end."""
     return run(launch.prepare(data, out, recipe, settings, resume))
@@ -77,6 +77,7 @@ class Job:
     run: Run
     method: ADCLR
     optimizer: torch.optim.AdamW
+    state: checkpoint.State | None  # where it was resumed, if it was
     schedules: optim.Schedules
     feed: Feed
     device: torch.device
@@ -94,12 +95,13 @@ def run(launched: Launch) -> Run:
     """Runs to the end what was prepared; the same again resumes it."""
     settings, run = launched.settings, launched.run
     if run.finished:
+        launch.check_finished(launched)
         print(f"{run.path} is finished: {run.path}/backbone.safetensors")
         return run
     device = choose(settings.train.device)
     probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
     labelled = open_labelled(probe_data) if probe_data else None
-    with distributed.session(device):
+    with distributed.session(device), run.lock() if distributed.is_main() else nullcontext():
         job = _assemble(launched, device)
         start = _resume(job, launched)
         fits = True
@@ -119,19 +121,19 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
     settings, source, run = launched.settings, launched.source, launched.run
     method = build(settings).to(device)
     dtype = autocast_dtype(settings.train.precision, device)
-    local_batch = settings.train.batch_size // distributed.world_size()
-    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
+    optimizer = optim.make_optimizer(method.student, settings)
+    state = checkpoint.load(run, method, optimizer)
 
     def quarantine(path: str, reason: str) -> None:
-        if path not in listed:
-            run.append("quarantine.jsonl", {"path": path, "reason": reason})
+        run.append_once("quarantine.jsonl", {"path": path, "reason": reason}, key="path")
 
     workers = settings.data.num_workers
     return Job(
         settings=settings,
         run=run,
         method=method,
-        optimizer=optim.make_optimizer(method.student, settings),
+        optimizer=optimizer,
+        state=state,
         schedules=optim.Schedules(settings, len(source) // settings.train.batch_size),
         feed=Feed(
             source,
@@ -143,30 +145,50 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         ),
         device=device,
         dtype=dtype,
-        micro_batch=settings.train.micro_batch_size or fit.fitted(method, settings, local_batch, device, dtype),
+        micro_batch=_micro_batch(settings, state, method, device, dtype),
         meter=Meter(device),
         fingerprint=source.fingerprint(),
     )
 
 
+def _micro_batch(
+    settings: Settings, state: checkpoint.State | None, method: ADCLR, device: torch.device, dtype: torch.dtype | None
+) -> int:
+    """The one that is set; or that of the run so far, so that drop path draws the same; or the one that fits."""
+    if settings.train.micro_batch_size:
+        return settings.train.micro_batch_size
+    if state is not None and state.processes == distributed.world_size():
+        return state.micro_batch_size
+    local_batch = settings.train.batch_size // distributed.world_size()
+    fitted = fit.fitted(method, settings, local_batch, device, dtype)
+    return int(distributed.min_(torch.tensor(float(fitted), device=device)).item())  # the same in every process
+
+
 def _resume(job: Job, launched: Launch) -> int:
-    """Restores the latest checkpoint, if any, and opens the run's files; the number of steps already done."""
-    run = job.run
-    state = checkpoint.load(run, job.method, job.optimizer)
+    """Checks that the run can go on and opens its files; the number of steps already done."""
+    run, state = job.run, job.state
     if state is not None:
         if state.fingerprint != job.fingerprint and not job.settings.data.allow_changed:
             raise UserError(
                 f"{launched.source.root} does not hold the images that {run.path} was started with; "
                 "restore them or set data.allow_changed=true"
             )
+        if state.steps_per_epoch != job.schedules.steps_per_epoch:
+            raise UserError(
+                f"{launched.source.root} gives {job.schedules.steps_per_epoch} steps an epoch where {run.path} had "
+                f"{state.steps_per_epoch}, so its schedules no longer fit; restore the images or choose another --out"
+            )
         job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
     start = 0 if state is None else state.step
     distributed.barrier()  # until all have read what the first process is about to write over
     if distributed.is_main():
-        run.write_settings(job.settings)
+        # that a changed collection is allowed is said for one start only
+        data = job.settings.data.model_copy(update={"allow_changed": False})
+        run.write_settings(job.settings.model_copy(update={"data": data}))
         run.add_provenance(_facts(job, launched, start))
         for name in ("metrics.jsonl", "timing.jsonl"):
             run.cut(name, -1 if state is None else start)
+        run.cut("quarantine.jsonl", float("inf"))  # only what a crash left of a line
     return start
 
 
@@ -205,7 +227,7 @@ def _train(job: Job, start: int, probe: Probe | None) -> None:
     try:
         with Journal(settings, job.run, schedules, job.meter, job.feed, start) as journal:
             if probe and start == 0:
-                journal.score(0, probe())
+                journal.score(0, probe)
             for step in range(start, total):
                 values = schedules.at(step)
                 losses = _losses(job, model, batches, step, values.teacher_temperature)
@@ -216,12 +238,24 @@ def _train(job: Job, start: int, probe: Probe | None) -> None:
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
-                    journal.score(done, probe())
-                if (done % every == 0 or done == total) and distributed.is_main():
-                    state = checkpoint.State(done, job.fingerprint, job.meter.sums.tolist())
-                    checkpoint.save(job.run, state, job.method, job.optimizer, settings.train.keep_checkpoints)
+                    journal.score(done, probe)
+                if done % every == 0 or done == total:
+                    _save(job, done)
     finally:
         batches.close()
+
+
+def _save(job: Job, done: int) -> None:
+    state = checkpoint.State(
+        done,
+        job.schedules.steps_per_epoch,
+        job.fingerprint,
+        job.meter.mean(),
+        distributed.world_size(),
+        job.micro_batch,
+    )
+    if distributed.is_main():
+        checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
 
 
 def _losses(
@@ -236,8 +270,7 @@ def _losses(
     for micro in range(job.accumulate):
         batch = next(batches)
         views = render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
-        # drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same
-        torch.manual_seed(combine(job.settings.train.seed, step, distributed.rank(), micro) % 2**63)
+        torch.manual_seed(drop_path_seed(job.settings, step, micro))
         last = micro == job.accumulate - 1
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
             with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
@@ -245,6 +278,11 @@ def _losses(
             (losses.total / job.accumulate).backward()
         sums += torch.stack([loss.detach() for loss in losses]) / job.accumulate
     return sums
+
+
+def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
+    """Drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same."""
+    return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63
 
 
 class Probe:
@@ -275,30 +313,35 @@ def _finish(job: Job) -> None:
     run, settings = job.run, job.settings
     save_backbone(run.path, job.method.teacher.backbone.state_dict(), settings)
     metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
-    speeds = [row["images_per_second"] for row in timing]
+    unreadable = list(run.rows("quarantine.jsonl"))
+    speeds = [row["images_per_second"] for row in timing if "images_per_second" in row]
     write_json(
         run.path / "results.json",
         {
             "steps": job.schedules.total_steps,
             "epochs": settings.train.epochs,
-            "seconds_training": sum(row["seconds"] for row in timing),
+            "seconds_training": sum(row.get("seconds", 0.0) for row in timing),
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
             "probes": [row for row in metrics if "knn_top1" in row],
-            "unreadable_images": len(list(run.rows("quarantine.jsonl"))),
+            "unreadable_images": len(unreadable),
         },
     )
+    if unreadable:
+        print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
     print(f"done: {run.path}/backbone.safetensors")
 
 
 def _too_large(job: Job) -> str:
-    """One sentence with the size that fits, measured."""
+    """One sentence with the size that fits, measured; with other processes, which are not asked, half is said."""
     job.optimizer.zero_grad(set_to_none=True)
     job.optimizer.state.clear()
     torch.cuda.empty_cache()
     local, less = job.micro_batch * job.accumulate, max(1, job.micro_batch // 2)
-    fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
+    fits = max(size for size in range(1, less + 1) if local % size == 0)
+    if distributed.world_size() == 1:
+        fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
     room = fit.available(job.device) / fit.GIB
     return (
         f"{job.micro_batch} images at once do not fit into {room:.0f} GiB of GPU memory; "

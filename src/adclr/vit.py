@@ -41,16 +41,16 @@ class Memory(NamedTuple):
     tokens: Tokens
 
 
-def readable(num_tokens: int, num_image: int, num_prefix: int, rule: QueryKeys) -> Tensor:
+def readable(num_tokens: int, num_image: int, num_prefix: int, rule: QueryKeys, device: torch.device) -> Tensor:
     """T×T, true where the token of the row may read the token of the column: the rule, spelled out."""
-    allowed = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    allowed = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     allowed[:, :num_image] = True
     if rule == "all":
         allowed[:] = True
     elif rule == "patches":
         allowed[num_image:, :num_prefix] = False
     elif rule == "image_and_self":
-        allowed |= torch.eye(num_tokens, dtype=torch.bool)
+        allowed |= torch.eye(num_tokens, dtype=torch.bool, device=device)
     return allowed
 
 
@@ -85,7 +85,7 @@ class Attention(nn.Module):
             image = sdpa(q[:, :, :n], k[:, :, :n], v[:, :, :n])
             query = sdpa(q[:, :, n:], k[:, :, prefix:n], v[:, :, prefix:n])
             return torch.cat([image, query], dim=2)
-        mask = readable(q.shape[2], n, prefix, self.query_keys).to(q.device)
+        mask = readable(q.shape[2], n, prefix, self.query_keys, q.device)
         return sdpa(q, k, v, attn_mask=mask)
 
     def forward(self, x: Tensor, num_image: int) -> Tensor:
@@ -101,14 +101,14 @@ class Attention(nn.Module):
         elif self.query_keys == "image_and_self":
             n, queries = keys.shape[2], q.shape[2]
             keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
-            mask = readable(n + queries, n, self.num_prefix, self.query_keys)[n:].to(q.device)
+            mask = readable(n + queries, n, self.num_prefix, self.query_keys, q.device)[n:]
         return self.join(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
 
     def weights(self, x: Tensor, num_image: int) -> Tensor:
         """B×H×T×T attention, every row summing to 1; columns beyond the image tokens are 0 but for two rules."""
         q, k, _ = self.split(x)
         scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
-        allowed = readable(x.shape[1], num_image, self.num_prefix, self.query_keys).to(x.device)
+        allowed = readable(x.shape[1], num_image, self.num_prefix, self.query_keys, x.device)
         return F.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -15,21 +16,21 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from adclr import config
-from adclr.config import Count, Positive, Section, UserError
+from adclr.config import Positive, Ratio, Section, UserError
 from adclr.runs import Run, read_json, write_atomically, write_json
-from adclr.settings import VIT_SIZES, Settings
+from adclr.settings import VIT_SIZES, Deviation, Settings, Side, Width
 from adclr.vit import VisionTransformer
 
 
 class Architecture(Section):
     """What a backbone is: the arguments of `VisionTransformer` that its weights do not show on their own."""
 
-    dim: Count = Field(384, description="width")
-    depth: Count = Field(12, description="blocks")
-    num_heads: Count = Field(6, description="heads")
-    patch_size: Count = Field(16, description="pixels")
-    input_size: tuple[Count, Count] = Field((224, 224), description="height and width positions are stored for")
-    num_registers: int = Field(0, ge=0, description="register tokens")
+    dim: Width = Field(384, description="width")
+    depth: Annotated[int, Field(ge=1, le=1000)] = Field(12, description="blocks")
+    num_heads: Width = Field(6, description="heads")
+    patch_size: Side = Field(16, description="pixels")
+    input_size: tuple[Side, Side] = Field((224, 224), description="height and width positions are stored for")
+    num_registers: int = Field(0, ge=0, le=1024, description="register tokens")
     layer_scale: Positive | None = Field(None, description="initial LayerScale")
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="see model.query_keys"
@@ -44,8 +45,8 @@ class Description(Section):
     """backbone.json"""
 
     architecture: Architecture = Architecture()
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
-    std: tuple[Positive, Positive, Positive] = Field((0.229, 0.224, 0.225), description="of each channel, of 1")
+    mean: tuple[Ratio, Ratio, Ratio] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
+    std: tuple[Deviation, Deviation, Deviation] = Field((0.229, 0.224, 0.225), description="of each channel, of 1")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def create_backbone(name: str, **options: Any) -> VisionTransformer:
     match = re.fullmatch(r"vit_([a-z]+)_patch(4|8|14|16)", name)
     if not match or match[1] not in VIT_SIZES:
         raise UserError(
-            f"unknown backbone '{name}'; write vit_SIZE_patchP with SIZE {'|'.join(VIT_SIZES)} and P 8|14|16"
+            f"unknown backbone '{name}'; write vit_SIZE_patchP with SIZE {'|'.join(VIT_SIZES)} and P 4|8|14|16"
         )
     dim, depth, num_heads = VIT_SIZES[match[1]]
     return VisionTransformer(dim, depth, num_heads, int(match[2]), **options)
@@ -102,9 +103,9 @@ def load(weights: str | Path) -> VisionTransformer:
 
 def load_weights(weights: str | Path) -> Weights:
     path = Path(weights)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _load_run(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, it takes a name that is too long, or no permission, as a no
         raise UserError(f"weights {path} do not exist; give a run directory or its backbone.safetensors")
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not a .safetensors file; give a run directory or its backbone.safetensors")
@@ -118,10 +119,11 @@ def _load_run(path: Path) -> Weights:
     file = path / "backbone.safetensors"
     if file.exists():
         return load_weights(file)
-    settings = Run(path).settings()
-    latest = path / "checkpoints" / "latest" / "teacher.safetensors"
-    if settings is None or not latest.exists():
+    run = Run(path)
+    settings, steps = run.settings(), run.steps()
+    if settings is None or not steps:
         raise UserError(f"{path} holds neither backbone.safetensors nor a checkpoint; give the directory of a run")
+    latest = run.checkpoints / f"step_{steps[-1]}" / "teacher.safetensors"
     state = {
         name.removeprefix("backbone."): tensor
         for name, tensor in read_tensors(latest).items()
@@ -139,15 +141,24 @@ def _description(path: Path) -> Description:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+        with open(path, "rb"):  # safetensors says of a file that may not be read that it is not there
+            return load_file(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); check it and its permissions") from None
+    except (SafetensorError, ValueError) as error:
         raise UserError(f"{path} is not a whole safetensors file ({error}); restore it or use another") from None
 
 
 def _assemble(state: dict[str, Tensor], description: Description, path: Path) -> Weights:
-    with torch.device("meta"):
-        vit = description.architecture.build()
+    try:
+        with torch.device("meta"):
+            vit = description.architecture.build()
+    except ValueError as error:
+        raise UserError(f"the description of {path} is of no possible backbone: {error}; restore it") from None
     fit(vit.state_dict(), state, path)
+    for name, tensor in state.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise UserError(f"{path} holds numbers that are not finite in {name}; these weights are of no use")
     vit.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     return Weights(vit.eval(), description.mean, description.std)
 

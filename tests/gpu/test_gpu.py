@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,7 +156,11 @@ def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
     assert start["precision"] == "bfloat16"
     assert start["micro_batch_size"] == 8
     (run.path / "results.json").unlink()
+    shutil.rmtree(run.checkpoints / "step_16")
     package.pretrain(images / "train", out=tmp_path / "run", **changes)
+    starts = json.loads((run.path / "provenance.json").read_text())
+    assert [start["from_step"] for start in starts] == [0, 15]
+    assert run.finished
     scores = package.evaluate("knn", weights=run.path, data=images)
     on_cpu = package.evaluate("knn", weights=run.path, data=images, device="cpu")
     assert abs(scores["knn_top1"] - on_cpu["knn_top1"]) <= 100 / 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ RESIZE = 256 / 224  # the shorter side before the centre crop, of the input size
 class Features:
     values: Tensor  # n×D float32, on the CPU
     kept: NDArray[np.int64]  # which images of the source they are of: all but the unreadable
+    unreadable: dict[str, str]  # path -> reason
 
 
 def prepare(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -45,16 +47,16 @@ def prepare(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 def prepared(
     source: ImageFolder, size: tuple[int, int], batch_size: int, num_workers: int | None, max_pixels: int
-) -> Iterator[list[NDArray[np.uint8] | None]]:
-    """Batches of prepared images in the order of the source; None stands for an unreadable one."""
+) -> Iterator[list[NDArray[np.uint8] | str]]:
+    """Batches of prepared images in the order of the source; the reason stands for an unreadable one."""
 
-    def one(index: int) -> NDArray[np.uint8] | None:
+    def one(index: int) -> NDArray[np.uint8] | str:
         try:
             return prepare(decode_image(source.read(index), max_pixels), size)
-        except (Unreadable, OSError):
-            return None
+        except (Unreadable, OSError) as error:
+            return str(error)
 
-    waiting: deque[list[Future[NDArray[np.uint8] | None]]] = deque()
+    waiting: deque[list[Future[NDArray[np.uint8] | str]]] = deque()
     pool = ThreadPoolExecutor(num_workers or os.cpu_count() or 1)
     try:
         for start in range(0, len(source), batch_size):
@@ -83,11 +85,16 @@ def extract(
     size = weights.vit.input_size
     mean = torch.tensor(weights.mean, device=device).view(3, 1, 1)
     std = torch.tensor(weights.std, device=device).view(3, 1, 1)
-    values, kept = [], []
+    values, kept, unreadable = [], [], {}
     batches = prepared(source, size, batch_size, num_workers, max_pixels)
     total = -(-len(source) // batch_size)
     for number, batch in enumerate(track(batches, name, total, show)):
-        readable = [(number * batch_size + i, image) for i, image in enumerate(batch) if image is not None]
+        readable = []
+        for index, image in enumerate(batch, number * batch_size):
+            if isinstance(image, str):
+                unreadable[source.paths[index]] = image
+            else:
+                readable.append((index, image))
         if not readable:
             continue
         pixels = torch.from_numpy(np.stack([image for _, image in readable])).to(device)
@@ -95,4 +102,6 @@ def extract(
         kept += [index for index, _ in readable]
     if not values:
         raise UserError(f"none of the {len(source)} images of {source.root} can be read")
-    return Features(torch.cat(values), np.array(kept, np.int64))
+    for path, reason in list(unreadable.items())[:5] if show else ():
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    return Features(torch.cat(values), np.array(kept, np.int64), unreadable)

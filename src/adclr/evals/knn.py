@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config import Count, Device, Positive, Section, UserError
+from adclr.config import Count, Device, Positive, Section, Several, UserError
 from adclr.devices import choose
 from adclr.evals.features import Features, extract
 from adclr.labelled import Labelled, Split, open_labelled
@@ -24,7 +24,7 @@ HEADLINE_K = 20
 class Settings(Section):
     weights: str = Field("", description="a run directory or backbone.safetensors")
     data: str = Field("", description="labelled folder: train/ and val/, or one that is split 80/20")
-    k: tuple[Count, ...] = Field((10, 20, 100, 200), description="numbers of neighbours")
+    k: Several[Count] = Field((10, 20, 100, 200), description="numbers of neighbours")
     temperature: Positive = Field(0.07, description="of the votes")
     batch_size: Count = Field(256, description="images at once")
     num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
@@ -46,7 +46,10 @@ def score(
 ) -> dict[str, float]:
     """Accuracies in percent for each k, and how many images they rest on."""
 
+    unreadable = 0
+
     def features(split: Split, name: str) -> tuple[Tensor, Tensor]:
+        nonlocal unreadable
         found: Features = extract(
             weights,
             split.source,
@@ -57,7 +60,14 @@ def score(
             name=name,
             show=show,
         )
-        return found.values, torch.from_numpy(split.labels[found.kept])
+        unreadable += len(found.unreadable)
+        labels = torch.from_numpy(split.labels[found.kept])
+        empty = sorted(set(split.labels.tolist()) - set(labels.tolist()))
+        if empty:
+            raise UserError(
+                f"no image of class {labelled.classes[empty[0]]} in {split.source.root} can be read; mend or remove it"
+            )
+        return found.values, labels
 
     train, train_labels = features(labelled.train, "train features")
     val, val_labels = features(labelled.val, "val features")
@@ -76,7 +86,11 @@ def score(
         scores[f"knn_top1_k{k}"] = 100 * hits[:, 0].float().mean().item()
         scores[f"knn_top5_k{k}"] = 100 * hits[:, :5].any(dim=1).float().mean().item()
     scores["knn_top1"] = scores[f"knn_top1_k{min(HEADLINE_K, len(train))}"]
-    return scores | {"num_train": float(len(train)), "num_val": float(len(val))}
+    return scores | {
+        "num_train": float(len(train)),
+        "num_val": float(len(val)),
+        "num_unreadable": float(unreadable),
+    }
 
 
 def vote(
@@ -92,7 +106,8 @@ def vote(
     rankings: list[list[Tensor]] = [[] for _ in ks]
     for part in torch.split(val, chunk):
         similarity, nearest = (part @ train.T).topk(max(ks), dim=1)
-        weight = torch.exp(similarity / temperature)
+        # the nearest votes with 1: the ranking is that of exp(s / temperature), which overflows below 0.012
+        weight = torch.exp((similarity - similarity[:, :1]) / temperature)
         for ranking, k in zip(rankings, ks, strict=True):
             votes = torch.zeros(len(part), num_classes, device=part.device, dtype=weight.dtype)
             votes.scatter_add_(1, labels[nearest[:, :k]], weight[:, :k])
