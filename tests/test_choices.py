@@ -69,6 +69,7 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     for line, word in zip(lines[1:4], ("# command:", "# cost:", "# expected:"), strict=True):
         assert line.startswith(word)
         assert len(line) > len(word) + 5
+        assert not any(part.isupper() and "_" in part for part in line.split()), "a figure that was never filled in"
     assert name.removesuffix(".yaml") in lines[1] or name == "demo"
 
 
@@ -110,8 +111,7 @@ def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.Monkey
     each = fit.estimate(settings)
 
     def with_memory(size: float) -> int:
-        pages = {"SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": int(size / fit.CPU_SHARE)}
-        monkeypatch.setattr(fit.os, "sysconf", pages.__getitem__)
+        monkeypatch.setattr(fit, "host_memory", lambda: size / fit.CPU_SHARE)
         return fit.fitted(method, settings, 96, cpu, None)
 
     assert with_memory(1000 * each) == 96

@@ -47,7 +47,7 @@ def test_words_are_yaml() -> None:
         (["global_scale=[0.9, 0.4]"], "views.global_scale must go from low to high"),
         (["loggers=[tensorbord]"], "train.loggers"),
         (["mean=[0.5, 0.5]"], "data.mean"),
-        (["train=5"], "unknown setting 'train'"),
+        (["train=5"], "'train' is a group of settings; set one of its own, such as train.epochs"),
     ],
 )
 def test_mistakes_are_one_sentence_that_names_the_thing(words: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import yaml
 
 import adclr
 from adclr import config
+from adclr.settings import Settings
 from tiny import TINY, words
 
 ROOT = Path(__file__).parent.parent
@@ -161,20 +163,14 @@ def test_the_readme_names_files_that_exist_and_leaves_out_none() -> None:
 
 
 def test_the_method_page_names_things_that_exist() -> None:
-    import importlib
-
     text = (ROOT / "docs/method.md").read_text(encoding="utf-8")
-    found = set(re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?`", text))
     checked = 0
-    for module, name, attribute in found:
+    for module, name, attribute in set(re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?`", text)):
         if not (ROOT / "src/adclr" / f"{module}.py").exists() and module != "augment":
             continue
         thing = getattr(importlib.import_module(f"adclr.{module}"), name, None)
-        section = config.full_name
-        if thing is None:  # not code but a setting
-            from adclr.settings import Settings
-
-            assert section(Settings, f"{module}.{name}")
+        if thing is None:  # not code but a setting, which raises if there is none
+            config.full_name(Settings, f"{module}.{name}")
             continue
         assert not attribute or hasattr(thing, attribute), (module, name, attribute)
         checked += 1

@@ -113,7 +113,7 @@ def test_each_reading_is_the_attention_it_says(query_keys: QueryKeys, num_regist
     torch.testing.assert_close(
         attention.attend(q, k, v, len(image)).double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6
     )
-    table = readable(len(image) + queries, len(image), prefix, query_keys)
+    table = readable(len(image) + queries, len(image), prefix, query_keys, torch.device("cpu"))
     assert [row.nonzero().flatten().tolist() for row in table] == answering
 
 
