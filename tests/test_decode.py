@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
 
-from adclr.decode import Unreadable, decode, size_of
+from adclr.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
+from adclr.jpeg import read_header
 
 LIMIT = 10**6
+
+
+def decode(data: bytes, max_pixels: int) -> Pixels:
+    return Decoder(max_pixels)(data)
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -77,3 +84,129 @@ def test_the_limit_is_on_pixels(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match=r"30x20 pixels are more than data\.max_pixels=599"):
         decode(encoded(PHOTO, "PNG"), 599)
     assert decode(encoded(PHOTO, "PNG"), 600).shape == (3, 20, 30)
+
+
+def photographs() -> list[bytes]:
+    from sklearn import datasets
+
+    folder = Path(datasets.__file__).parent / "images"
+    return [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
+
+
+def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
+    with Image.open(io.BytesIO(data)) as image:
+        array = np.asarray(ImageOps.exif_transpose(image).convert(mode))
+    return array.transpose(2, 0, 1) if array.ndim == 3 else array[None]
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 20}])
+def test_photographs_decode_as_pillow_decodes_them(options: dict[str, object]) -> None:
+    assert len(photographs()) == 2
+    for data in photographs():
+        with Image.open(io.BytesIO(data)) as photo:
+            again = encoded(photo, "JPEG", **options)
+        assert np.array_equal(Decoder()(again), by_pillow(again))
+        grey = Decoder(num_channels=1)(again)
+        assert abs(grey.astype(int) - by_pillow(again, "L")).mean() <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_every_orientation_is_turned_upright_alike(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(PHOTO, kind, exif=exif)
+    assert np.array_equal(decode(data, LIMIT), by_pillow(data))
+    if kind == "JPEG":
+        header = read_header(data)
+        assert header is not None
+        assert (header.height, header.width, header.orientation, header.plain) == (20, 30, orientation, True)
+
+
+def test_large_jpegs_are_decoded_smaller() -> None:
+    (photo, *_) = photographs()  # 427x640
+    whole = Decoder()(photo)
+    assert whole.shape == (3, 427, 640)
+    for above, shape in ((214, (427, 640)), (213, (214, 320)), (100, (107, 160)), (50, (54, 80)), (1, (54, 80))):
+        small = Decoder(shrink_above=above)(photo)
+        assert small.shape == (3, *shape)
+        assert min(small.shape[1:]) >= min(above, 53)
+    with Image.open(io.BytesIO(photo)) as image:
+        resized = np.asarray(image.resize((320, 214), Image.Resampling.BOX)).transpose(2, 0, 1)
+    assert abs(Decoder(shrink_above=213)(photo).astype(int) - resized).mean() < 8
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    with Image.open(io.BytesIO(photo)) as image:
+        data = encoded(image, "JPEG", exif=turned)
+    assert Decoder(shrink_above=213)(data).shape == (3, 320, 214)
+    assert Decoder(shrink_above=10)(encoded(PHOTO, "PNG")).shape == (3, 20, 30)  # a JPEG only
+
+
+@pytest.mark.parametrize(
+    ("values", "max_value", "expected"),
+    [
+        ([0, 4095], None, [0, 255]),  # 12 bits
+        ([0, 2048, 1], None, [0, 128, 0]),
+        ([0, 4096, 65535], None, [0, 16, 255]),
+        ([7, 255], None, [7, 255]),  # 8 bits in 16
+        ([0, 500, 1000, 2000], 1000, [0, 128, 255, 255]),
+    ],
+)
+def test_deep_images_follow_the_stated_rule(values: list[int], max_value: float | None, expected: list[int]) -> None:
+    array = np.array([values], np.uint16)
+    decoder = Decoder(max_value=max_value)
+    assert decoder(encoded(Image.fromarray(array), "PNG"))[0].tolist() == [expected]
+    assert decoder(encoded(Image.fromarray(array), "TIFF"))[2].tolist() == [expected]
+    colours = torch.from_numpy(np.stack([array] * 3)).to(torch.uint16)
+    assert decoder(deep_png(colours.numpy())).tolist() == [[expected]] * 3
+    assert Decoder(num_channels=1, max_value=max_value)(deep_png(colours.numpy())).tolist() == [[expected]]
+
+
+def deep_png(pixels: np.ndarray) -> bytes:
+    """A PNG file of 16 bits a colour, 3×height×width, which Pillow cannot write."""
+    _, height, width = pixels.shape
+    rows = pixels.transpose(1, 2, 0).astype(">u2")
+    raw = b"".join(b"\0" + row.tobytes() for row in rows)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([16, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+
+
+def test_fractions_have_white_at_one_and_nothing_overflows() -> None:
+    assert to_bytes(np.array([0.0, 0.5, 1.0, np.nan], np.float32), None).tolist() == [0, 128, 255, 0]
+    assert to_bytes(np.array([-5.0, 300.0, 1023.0]), None).tolist() == [0, 75, 255]
+    assert to_bytes(np.array([0, 10**9], np.int64), None).tolist() == [0, 255]
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_images_of_many_bands(axis: int) -> None:
+    import tifffile
+
+    bands = (np.arange(5 * 12 * 14) % 4096).reshape(5, 12, 14).astype(np.uint16)
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, np.moveaxis(bands, 0, axis), photometric="minisblack")
+    pixels = Decoder(num_channels=5, max_value=4095)(buffer.getvalue())
+    assert np.array_equal(pixels, (bands * (255 / 4095)).round().astype(np.uint8))
+    with pytest.raises(Unreadable, match=r"model\.num_channels=7"):
+        Decoder(num_channels=7)(buffer.getvalue())
+    with pytest.raises(Unreadable, match="max_pixels"):
+        Decoder(100, num_channels=5)(buffer.getvalue())
+    with pytest.raises(Unreadable):
+        Decoder(num_channels=5)(encoded(PHOTO, "JPEG"))
+
+
+def test_headers_that_lie_are_no_way_in() -> None:
+    good = encoded(PHOTO, "JPEG")
+    assert read_header(b"") is None
+    assert read_header(b"\xff\xd8\xff") is None
+    assert read_header(encoded(PHOTO, "PNG")) is None
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # broken anywhere: pixels, or a reason; never anything else
+        data = bytearray(good)
+        for place in rng.integers(2, len(data), rng.integers(1, 6)):
+            data[place] = rng.integers(256)
+        with contextlib.suppress(Unreadable):
+            assert Decoder(10**6)(bytes(data)).dtype == np.uint8

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from adclr.config import UserError
+from adclr.decode import Decoder
 from adclr.feed import Batch, Feed
 from adclr.sources import ImageFolder
 from adclr.views import Plan, plan
@@ -39,18 +40,20 @@ def folder(images: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("num_workers", [1, 4, 13])
 def test_any_number_of_threads_gives_the_same_batches(folder: Path, num_workers: int) -> None:
     source = ImageFolder(folder)
-    for a, b in zip(collect(Feed(source, 0, 10**6), 32), collect(Feed(source, num_workers, 10**6), 32), strict=True):
+    for a, b in zip(
+        collect(Feed(source, 0, Decoder()), 32), collect(Feed(source, num_workers, Decoder()), 32), strict=True
+    ):
         assert a.packed.bytes.equal(b.packed.bytes)
         assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)
 
 
 def test_an_unreadable_image_is_listed_once_and_its_place_filled_by_the_next(folder: Path) -> None:
     source = ImageFolder(folder)
-    clean = collect(Feed(source, 0, 10**6), 32)
+    clean = collect(Feed(source, 0, Decoder()), 32)
     for index in (5, 6):
         (folder / source.paths[index]).write_bytes(b"broken")
     listed: list[tuple[str, str]] = []
-    feed = Feed(source, 3, 10**6, on_unreadable=lambda path, reason: listed.append((path, reason)))
+    feed = Feed(source, 3, Decoder(), on_unreadable=lambda path, reason: listed.append((path, reason)))
     for _ in range(2):
         found = collect(feed, 32)
     assert sorted(path for path, _ in listed) == [source.paths[5], source.paths[6]]
@@ -70,23 +73,23 @@ def test_too_many_unreadable_images_stop_the_run(folder: Path) -> None:
     for path in source.paths[:8]:
         (folder / path).write_bytes(b"")
     with pytest.raises(UserError, match=r"data\.max_unreadable"):
-        collect(Feed(source, 2, 10**6, max_unreadable=0.1), 32)
+        collect(Feed(source, 2, Decoder(), max_unreadable=0.1), 32)
     for path in source.paths:
         (folder / path).write_bytes(b"")
     with pytest.raises(UserError, match="none of the 32 images"):
-        collect(Feed(source, 0, 10**6), 32)
+        collect(Feed(source, 0, Decoder()), 32)
 
 
 def test_a_folder_that_disappears_is_named(folder: Path) -> None:
     source = ImageFolder(folder)
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="has disappeared"):
-        collect(Feed(source, 2, 10**6), 32)
+        collect(Feed(source, 2, Decoder()), 32)
 
 
 def test_stopping_early_leaves_no_thread(folder: Path) -> None:
     before = threading.active_count()
-    batches = Feed(ImageFolder(folder), 4, 10**6).batches(order(32), planner)
+    batches = Feed(ImageFolder(folder), 4, Decoder()).batches(order(32), planner)
     next(batches)
     assert threading.active_count() > before
     batches.close()

@@ -94,14 +94,16 @@ def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
 
 
 def test_images_are_resized_by_the_shorter_side_and_cut_in_the_middle() -> None:
-    image = Image.new("RGB", (300, 150), "white")
-    image.paste("black", (0, 0, 60, 150))
-    image.paste("black", (240, 0, 300, 150))
+    image = np.full((3, 150, 300), 255, np.uint8)
+    image[:, :, :60] = image[:, :, 240:] = 0
     made = features.prepare(image, (224, 224))
     assert made.shape == (3, 224, 224)
     assert (made[:, :, 5:-5] == 255).all()  # 256/150 of 180 white columns is wider than 224
-    tall = features.prepare(Image.new("RGB", (10, 500)), (32, 48))
-    assert tall.shape == (3, 32, 48)
+    tall = features.prepare(np.zeros((1, 500, 10), np.uint8), (32, 48))
+    assert tall.shape == (1, 32, 48)
+    photo = np.random.default_rng(0).integers(0, 256, (3, 40, 50), np.uint8)
+    whole = Image.fromarray(photo.transpose(1, 2, 0)).resize((46, 37), Image.Resampling.BICUBIC)
+    assert np.array_equal(features.prepare(photo, (32, 32)), np.asarray(whole.crop((7, 2, 39, 34))).transpose(2, 0, 1))
 
 
 def test_the_public_call(images: Path, tmp_path: Path) -> None:

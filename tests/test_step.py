@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import adclr as package
 from adclr import augment, config, training
-from adclr.decode import decode
+from adclr.decode import Decoder
 from adclr.draws import epoch_order
 from adclr.losses import Center
 from adclr.method import ADCLR
@@ -56,7 +56,7 @@ def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
     for step in range(total):
         epoch, place = divmod(step, 4)
         order = epoch_order(settings.train.seed, epoch, source.keys)[place * 8 : place * 8 + 8]
-        packed = augment.pack([decode(source.read(int(i)), 10**8) for i in order])
+        packed = augment.pack([Decoder()(source.read(int(i))) for i in order])
         views = augment.render(
             packed, plan(settings, epoch, source.keys[order], packed.sizes), (0.3, 0.4, 0.5), (0.2, 0.3, 0.1)
         )

@@ -352,3 +352,25 @@ def test_ctrl_c_is_no_traceback_and_can_be_resumed(images: Path, tmp_path: Path)
     assert "Traceback" not in errors
     assert "the same command goes on" in errors
     assert package.load(tmp_path / "run").dim == 16
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_images_of_other_channels_train_and_score(tmp_path: Path, channels: int) -> None:
+    import numpy as np
+    import tifffile
+
+    rng = np.random.default_rng(0)
+    for number in range(40):
+        kind = number % 2
+        bands = rng.integers(0, 2000, (channels, 24, 30), np.uint16) + 2000 * kind
+        file = tmp_path / "data" / f"kind{kind}" / f"{number}.tif"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(file, bands if channels > 1 else bands[0], photometric="minisblack")
+    changes = {"model.num_channels": channels, "max_value": 4095, "mean": [0.5] * channels, "std": [0.25] * channels}
+    run = pretrain(tmp_path / "data", tmp_path / "run", recipe="adclr_small", labels=True, k=5, **changes)
+    vit = package.load(run.path)
+    assert vit.patch_embed.proj.weight.shape[1] == channels
+    assert json.loads((run.path / "results.json").read_text())["unreadable_images"] == 0
+    assert package.evaluate("knn", weights=run.path, data=tmp_path / "data", k=5)["knn_top1_k5"] > 80
+    with pytest.raises(UserError, match=r"set data\.mean to the images' own"):
+        pretrain(tmp_path / "data", tmp_path / "other", num_channels=channels)

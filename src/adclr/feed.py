@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from adclr.augment import Packed, pack
 from adclr.config import UserError
-from adclr.decode import Pixels, Unreadable, decode
+from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.draws import Words
 from adclr.sources import ImageFolder
 from adclr.views import Plan
@@ -47,12 +47,12 @@ class Feed:
         self,
         source: ImageFolder,
         num_workers: int,
-        max_pixels: int,
+        decoder: Decoder,
         max_unreadable: float = 1.0,
         pin: bool = False,
         on_unreadable: Callable[[str, str], None] = lambda path, reason: None,
     ) -> None:
-        self.source, self.num_workers, self.max_pixels, self.pin = source, num_workers, max_pixels, pin
+        self.source, self.num_workers, self.decoder, self.pin = source, num_workers, decoder, pin
         self.max_unreadable, self.on_unreadable = max_unreadable, on_unreadable
         self.unreadable: set[int] = set()
         self.seconds_waited = 0.0  # by whoever takes the batches
@@ -65,7 +65,7 @@ class Feed:
             if candidate in self.unreadable:
                 continue
             try:
-                return decode(self.source.read(candidate), self.max_pixels)
+                return self.decoder(self.source.read(candidate))
             except (Unreadable, OSError) as error:
                 self._list(candidate, str(error))
         raise UserError(f"none of the {len(self.source)} images of {self.source.root} can be read")

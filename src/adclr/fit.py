@@ -109,7 +109,7 @@ def estimate(settings: Settings) -> float:
 
 def random_views(settings: Settings, count: int, device: torch.device) -> Views:
     """Views of noise, as many and as large as real ones."""
-    views, patch = settings.views, settings.model.patch_size
+    views, patch, channels = settings.views, settings.model.patch_size, settings.model.num_channels
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device)
@@ -122,8 +122,8 @@ def random_views(settings: Settings, count: int, device: torch.device) -> Views:
         index = torch.nonzero(grid.flatten()).flatten()
         masks = Masks(grid, index, torch.full((len(index),), 1.0 / (hidden * 2 * count), device=device))
     return Views(
-        noise(2, count, 3, views.global_size, views.global_size),
-        noise(views.num_local, count, 3, views.local_size, views.local_size) if views.num_local else None,
-        noise(count, views.num_queries, 3, patch, patch) if views.num_queries else None,
+        noise(2, count, channels, views.global_size, views.global_size),
+        noise(views.num_local, count, channels, views.local_size, views.local_size) if views.num_local else None,
+        noise(count, views.num_queries, channels, patch, patch) if views.num_queries else None,
         masks,
     )

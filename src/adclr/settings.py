@@ -32,11 +32,16 @@ class Data(Section):
     labels: bool = Field(False, description="the first level of sub-folders names classes; only the probe uses them")
     num_workers: int | None = Field(None, ge=0, description="decoding threads; null: one for each CPU core")
     max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
-    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
-    mean: tuple[Ratio, Ratio, Ratio] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
-    std: tuple[Deviation, Deviation, Deviation] = Field(
-        (0.229, 0.224, 0.225), description="deviation of each channel, of 1"
+    max_value: Positive | None = Field(
+        None,
+        description="white in images of more than 8 bits; null: the least of 8, 10, 12, 14, 16 bits that holds each",
     )
+    shrink_above: Side | None = Field(
+        1024, description="a JPEG is decoded at 1/2, 1/4 or 1/8 while its shorter side stays this long; null: never"
+    )
+    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
+    mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
+    std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="deviation of each channel, of 1")
     allow_changed: bool = Field(False, description="resume although the collection is not what it was")
 
 
@@ -91,6 +96,9 @@ class Model(Section):
 
     size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
     patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
+    num_channels: Annotated[int, Field(ge=1, le=256)] = Field(
+        3, description="3: RGB; 1: grey; others: TIFF files of so many bands. Colours are changed in RGB only"
+    )
     dim: Width | None = Field(None, description="width instead of the size's")
     depth: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="number of blocks instead of the size's"
@@ -212,6 +220,14 @@ class Settings(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         views, patch = self.views, self.model.patch_size
+        channels = self.model.num_channels
+        for name, numbers in (("mean", self.data.mean), ("std", self.data.std)):
+            if len(numbers) != channels:
+                example = [0.5 if name == "mean" else 0.25] * min(channels, 4)
+                raise ValueError(
+                    f"data.{name} has {len(numbers)} numbers where model.num_channels={channels}; "
+                    f"set data.{name} to the images' own, such as {example}"
+                )
         sizes = [("global_size", views.global_size)]
         if views.num_local:
             sizes.append(("local_size", views.local_size))

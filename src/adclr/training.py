@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adclr import auto, checkpoint, distributed, fit, launch, optim
 from adclr.augment import render
 from adclr.config import UserError
+from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
 from adclr.draws import combine, epoch_order, key_of
 from adclr.evals import knn
@@ -138,7 +139,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         feed=Feed(
             source,
             auto.cpu_count() if workers is None else workers,
-            settings.data.max_pixels,
+            decoder(settings),
             settings.data.max_unreadable,
             pin=device.type == "cuda",
             on_unreadable=quarantine,
@@ -149,6 +150,11 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         meter=Meter(device),
         fingerprint=source.fingerprint(),
     )
+
+
+def decoder(settings: Settings) -> Decoder:
+    data = settings.data
+    return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above)
 
 
 def _micro_batch(
@@ -301,7 +307,7 @@ class Probe:
         job, scores = self.job, {}
         if distributed.is_main():
             data = job.settings.data
-            teacher = Weights(job.method.teacher.backbone, data.mean, data.std)
+            teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
             found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
             scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
         distributed.barrier()

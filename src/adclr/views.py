@@ -101,7 +101,7 @@ def _crops(
 ) -> Crops:
     views = settings.views
     shape = len(sizes), count
-    on = 1.0 if photometric else 0.0
+    on = 1.0 if photometric and settings.model.num_channels == 3 else 0.0  # colours are changed in RGB only
     strengths = np.array([views.brightness, views.contrast, views.saturation, views.hue])
     middle = np.array([1.0, 1.0, 1.0, 0.0])
     sigma = draws.uniform(f"{kind} sigma", count, low=views.blur_sigma[0], high=views.blur_sigma[1])
@@ -115,7 +115,7 @@ def _crops(
         order=draws.permutation(f"{kind} order", 4, count),
         grey=draws.chance(f"{kind} grey", views.grey * on, count),
         sigma=np.where(blurred, sigma, 0.0),
-        solarise=draws.chance(f"{kind} solarise", np.broadcast_to(np.asarray(solarise, np.float64), shape), count),
+        solarise=draws.chance(f"{kind} solarise", np.broadcast_to(np.asarray(solarise, np.float64) * on, shape), count),
     )
 
 

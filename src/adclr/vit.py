@@ -1,7 +1,7 @@
 """The one Vision Transformer: query tokens read the image; the image never reads them back.
 
-Shape letters used throughout: B images, V views, Q queries, N patches, T tokens, D width, H heads,
-K prototypes, P side of a patch in pixels. Image tokens are `[CLS]`, registers if any, then patches, in this order;
+Shape letters used throughout: B images, V views, Q queries, N patches, T tokens, D width, H heads, K prototypes,
+C channels, P side of a patch in pixels. Image tokens are `[CLS]`, registers if any, then patches, in this order;
 queries stand behind them. State keys are timm's, so weights go both ways.
 """
 
@@ -28,8 +28,8 @@ class Tokens(NamedTuple):
 class Input(NamedTuple):
     """What one forward pass takes."""
 
-    images: Tensor  # B×3×height×width
-    queries: Tensor | None = None  # B×Q×3×P×P
+    images: Tensor  # B×C×height×width
+    queries: Tensor | None = None  # B×Q×C×P×P
     mask: Tensor | None = None  # B×N, true where a patch is hidden
 
 
@@ -168,12 +168,12 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    def __init__(self, patch_size: int, dim: int) -> None:
+    def __init__(self, patch_size: int, num_channels: int, dim: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
+        self.proj = nn.Conv2d(num_channels, dim, patch_size, patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        """B×3×height×width -> B×D×(height/P)×(width/P)."""
+        """B×C×height×width -> B×D×(height/P)×(width/P)."""
         return cast(Tensor, self.proj(images))
 
 
@@ -197,20 +197,21 @@ class VisionTransformer(nn.Module):
         query_keys: QueryKeys = "image",
         position_resampling: PositionResampling = "antialias",
         mask_token: bool = False,
+        num_channels: int = 3,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide the width {dim}")
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
-        self.input_size = height, width
+        self.input_size, self.num_channels = (height, width), num_channels
         self.num_registers = num_registers
         self.query_keys: QueryKeys = query_keys
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
         self.num_prefix = 1 + num_registers
         self.positioned_prefix = 0 if num_registers else 1
-        self.patch_embed = PatchEmbed(patch_size, dim)
+        self.patch_embed = PatchEmbed(patch_size, num_channels, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
         positions = self.positioned_prefix + self.grid[0] * self.grid[1]
@@ -272,7 +273,7 @@ class VisionTransformer(nn.Module):
         return torch.cat([cls, self.reg_token.expand(batch, -1, -1), x + positions], dim=1)
 
     def embed_queries(self, queries: Tensor) -> Tensor:
-        """B×Q×3×P×P -> B×Q×D: the same projection as the patches', and no position."""
+        """B×Q×C×P×P -> B×Q×D: the same projection as the patches', and no position."""
         if queries.shape[-2:] != (self.patch_size, self.patch_size):
             raise ValueError(f"query crops must be {self.patch_size}x{self.patch_size} pixels, one patch each")
         batch, count = queries.shape[:2]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adclr import config
 from adclr.config import Positive, Ratio, Section, UserError
+from adclr.decode import Decoder
 from adclr.runs import Run, read_json, write_atomically, write_json
 from adclr.settings import VIT_SIZES, Deviation, Settings, Side, Width
 from adclr.vit import VisionTransformer
@@ -31,6 +32,7 @@ class Architecture(Section):
     patch_size: Side = Field(16, description="pixels")
     input_size: tuple[Side, Side] = Field((224, 224), description="height and width positions are stored for")
     num_registers: int = Field(0, ge=0, le=1024, description="register tokens")
+    num_channels: Annotated[int, Field(ge=1, le=256)] = Field(3, description="of the images")
     layer_scale: Positive | None = Field(None, description="initial LayerScale")
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="see model.query_keys"
@@ -45,8 +47,9 @@ class Description(Section):
     """backbone.json"""
 
     architecture: Architecture = Architecture()
-    mean: tuple[Ratio, Ratio, Ratio] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
-    std: tuple[Deviation, Deviation, Deviation] = Field((0.229, 0.224, 0.225), description="of each channel, of 1")
+    mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
+    std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="of each channel, of 1")
+    max_value: Positive | None = Field(None, description="see data.max_value")
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,14 @@ class Weights:
     """A backbone in eval mode and how its images are normalised."""
 
     vit: VisionTransformer
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    max_value: float | None = None  # white in images of more than 8 bits
+
+    @property
+    def decoder(self) -> Decoder:
+        """How images are decoded for this backbone: as in its training, but never shrunk."""
+        return Decoder(num_channels=self.vit.num_channels, max_value=self.max_value)
 
 
 def architecture(settings: Settings) -> Architecture:
@@ -68,6 +77,7 @@ def architecture(settings: Settings) -> Architecture:
         patch_size=model.patch_size,
         input_size=(size, size),
         num_registers=model.num_registers,
+        num_channels=model.num_channels,
         layer_scale=model.layer_scale,
         query_keys=model.query_keys,
         position_resampling=model.position_resampling,
@@ -75,7 +85,8 @@ def architecture(settings: Settings) -> Architecture:
 
 
 def describe(settings: Settings) -> Description:
-    return Description(architecture=architecture(settings), mean=settings.data.mean, std=settings.data.std)
+    data = settings.data
+    return Description(architecture=architecture(settings), mean=data.mean, std=data.std, max_value=data.max_value)
 
 
 def create_backbone(name: str, **options: Any) -> VisionTransformer:
@@ -160,7 +171,9 @@ def _assemble(state: dict[str, Tensor], description: Description, path: Path) ->
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise UserError(f"{path} holds numbers that are not finite in {name}; these weights are of no use")
     vit.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    return Weights(vit.eval(), description.mean, description.std)
+    if not len(description.mean) == len(description.std) == vit.num_channels:
+        raise UserError(f"the description of {path} has another number of means than of channels; restore it")
+    return Weights(vit.eval(), description.mean, description.std, description.max_value)
 
 
 def fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:

@@ -224,11 +224,12 @@ def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_pat
 
 
 def test_batches_are_pinned(tmp_path: Path) -> None:
+    from adclr.decode import Decoder
     from adclr.feed import Feed
     from adclr.sources import ImageFolder
 
     source = ImageFolder(write_scenes(tmp_path / "scenes") / "train")
     settings = tiny()
-    feed = Feed(source, 4, 10**6, pin=True)
+    feed = Feed(source, 4, Decoder(), pin=True)
     batch: Batch = next(feed.batches([(0, np.arange(8))], lambda e, k, s: plan(settings, e, k, s)))
     assert batch.packed.bytes.is_pinned()

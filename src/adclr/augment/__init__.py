@@ -23,25 +23,26 @@ from adclr.augment.transfer import send
 
 @dataclass(frozen=True)
 class Packed:
-    """Images of any sizes, end to end, each 3×height×width uint8."""
+    """Images of any sizes, end to end, each C×height×width uint8."""
 
     bytes: Tensor  # 1-D uint8, on any device
     offsets: NDArray[np.int64]  # B, where each image starts
     sizes: NDArray[np.int64]  # B×2, height and width
+    num_channels: int
 
     def to(self, device: torch.device) -> Packed:
-        return Packed(self.bytes.to(device, non_blocking=True), self.offsets, self.sizes)
+        return Packed(self.bytes.to(device, non_blocking=True), self.offsets, self.sizes, self.num_channels)
 
 
 def pack(images: list[NDArray[np.uint8]], pin: bool = False) -> Packed:
-    """Packs images of 3×height×width; in pinned memory they are copied to a GPU without waiting."""
+    """Packs images of C×height×width; in pinned memory they are copied to a GPU without waiting."""
     lengths = np.array([image.size for image in images], np.int64)
     flat = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=pin)
     ends = np.cumsum(lengths)
     for image, end in zip(images, ends, strict=True):
         flat[int(end) - image.size : int(end)] = torch.from_numpy(image.reshape(-1))
     sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
-    return Packed(flat, ends - lengths, sizes)
+    return Packed(flat, ends - lengths, sizes, len(images[0]))
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Masks:
 
 @dataclass(frozen=True)
 class Views:
-    global_crops: Tensor  # 2×B×3×S×S
-    local_crops: Tensor | None  # L×B×3×s×s
-    queries: Tensor | None  # B×Q×3×P×P
+    global_crops: Tensor  # 2×B×C×S×S
+    local_crops: Tensor | None  # L×B×C×s×s
+    queries: Tensor | None  # B×Q×C×P×P
     masks: Masks | None
 
 
@@ -64,7 +65,7 @@ def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tu
     """All views of a batch, normalised, float32."""
 
     def make(crops: planning.Crops | None) -> Tensor | None:
-        """V×B×3×S×S"""
+        """V×B×C×S×S"""
         return None if crops is None else _render(packed, crops, mean, std)
 
     global_crops, local_crops, queries = make(plan.global_crops), make(plan.local_crops), make(plan.queries)
@@ -93,6 +94,7 @@ def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std:
         flat(crops.boxes),
         flat(crops.flip),
         crops.size,
+        packed.num_channels,
     )
     x = photometric(
         x,
@@ -103,7 +105,7 @@ def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std:
         flat(crops.sigma),
         flat(crops.solarise),
     )
-    center, scale = (send(np.array(numbers, np.float32).reshape(3, 1, 1), device) for numbers in (mean, std))
+    center, scale = (send(np.array(numbers, np.float32).reshape(-1, 1, 1), device) for numbers in (mean, std))
     x = (x - center) / scale
     return x.view(count, batch, *x.shape[1:])
 

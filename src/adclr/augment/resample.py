@@ -61,10 +61,11 @@ def resample(
     boxes: NDArray[np.int64],
     flip: NDArray[np.bool_],
     size: int,
+    num_channels: int = 3,
 ) -> Tensor:
-    """n crops as n×3×size×size float32 in [0, 1]; offsets, sizes, boxes and flip say where each lies in `data`."""
+    """n crops as n×C×size×size float32 in [0, 1]; offsets, sizes, boxes and flip say where each lies in `data`."""
     device = data.device
-    out = torch.empty(len(offsets), 3, size, size, device=device)
+    out = torch.empty(len(offsets), num_channels, size, size, device=device)
     order = np.argsort(-boxes[:, 2], kind="stable")  # crops of like height together, so that little is padded
     budget = BUDGET_CUDA if device.type == "cuda" else BUDGET
     numbers = np.concatenate([offsets[:, None], sizes, boxes.astype(np.int64), flip[:, None].astype(np.int64)], axis=1)[
@@ -74,19 +75,19 @@ def resample(
     begin = 0
     while begin < len(order):
         tallest = int(numbers[begin, 5])
-        end = min(len(order), begin + max(1, budget // (3 * tallest * size)))
+        end = min(len(order), begin + max(1, budget // (num_channels * tallest * size)))
         widest = int(numbers[begin:end, 6].max())
-        out[places[begin:end]] = _resample(data, table[begin:end], tallest, widest, size)
+        out[places[begin:end]] = _resample(data, table[begin:end], tallest, widest, size, num_channels)
         begin = end
     return out
 
 
-def _resample(data: Tensor, table: Tensor, tallest: int, widest: int, size: int) -> Tensor:
+def _resample(data: Tensor, table: Tensor, tallest: int, widest: int, size: int, num_channels: int) -> Tensor:
     offset, height, width, top, left, crop_height, crop_width, flip = table.unbind(1)
     rows = torch.arange(tallest, device=data.device)
     rows = torch.minimum(rows.unsqueeze(0), crop_height.unsqueeze(1) - 1) + top.unsqueeze(1)  # n×R
-    channels = torch.arange(3, device=data.device).view(1, 3, 1) * (height * width).view(-1, 1, 1)
-    base = (offset + left).view(-1, 1, 1) + channels + (rows * width.unsqueeze(1)).unsqueeze(1)  # n×3×R
+    channels = torch.arange(num_channels, device=data.device).view(1, -1, 1) * (height * width).view(-1, 1, 1)
+    base = (offset + left).view(-1, 1, 1) + channels + (rows * width.unsqueeze(1)).unsqueeze(1)  # n×C×R
 
     columns, weights = taps(crop_width, size, num_taps(widest, size), flip.bool())
     half = torch.zeros(*base.shape, size, device=data.device)
@@ -96,8 +97,9 @@ def _resample(data: Tensor, table: Tensor, tallest: int, widest: int, size: int)
         half += pixels.float() * weight[:, None, None, :]
 
     lines, weights = taps(crop_height, size, num_taps(tallest, size), None)
-    whole = torch.zeros(len(table), 3, size, size, device=data.device)
-    first = torch.arange(len(table) * 3, device=data.device).view(-1, 3, 1) * tallest  # of each crop's channel
+    whole = torch.zeros(len(table), num_channels, size, size, device=data.device)
+    # where each crop's channel begins
+    first = torch.arange(len(table) * num_channels, device=data.device).view(-1, num_channels, 1) * tallest
     for line, weight in zip(lines, weights, strict=True):
         index = first + line.unsqueeze(1)
         rows = half.view(-1, size).index_select(0, index.view(-1)).view_as(whole)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.config import UserError
-from adclr.decode import Unreadable, decode_image
+from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.progress import track
 from adclr.sources import ImageFolder
 from adclr.weights import Weights
@@ -32,27 +32,25 @@ class Features:
     unreadable: dict[str, str]  # path -> reason
 
 
-def prepare(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Shorter side to 256/224 of the input size by bicubic resampling, then the centre: 3×height×width."""
+def prepare(image: Pixels, size: tuple[int, int]) -> Pixels:
+    """Shorter side to 256/224 of the input size by bicubic resampling, then the centre: C×height×width."""
     height, width = size
-    scale = max(height * RESIZE / image.height, width * RESIZE / image.width)
-    resized = image.resize(
-        (max(width, round(image.width * scale)), max(height, round(image.height * scale))),
-        Image.Resampling.BICUBIC,
-    )
-    left, top = (resized.width - width) // 2, (resized.height - height) // 2
-    crop = resized.crop((left, top, left + width, top + height))
-    return np.asarray(crop).transpose(2, 0, 1)
+    scale = max(height * RESIZE / image.shape[1], width * RESIZE / image.shape[2])
+    whole = max(width, round(image.shape[2] * scale)), max(height, round(image.shape[1] * scale))
+    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
+    box = (left, top, left + width, top + height)
+    channels = (Image.fromarray(channel).resize(whole, Image.Resampling.BICUBIC).crop(box) for channel in image)
+    return np.stack([np.asarray(channel) for channel in channels])
 
 
 def prepared(
-    source: ImageFolder, size: tuple[int, int], batch_size: int, num_workers: int | None, max_pixels: int
+    source: ImageFolder, size: tuple[int, int], batch_size: int, num_workers: int | None, decoder: Decoder
 ) -> Iterator[list[NDArray[np.uint8] | str]]:
     """Batches of prepared images in the order of the source; the reason stands for an unreadable one."""
 
     def one(index: int) -> NDArray[np.uint8] | str:
         try:
-            return prepare(decode_image(source.read(index), max_pixels), size)
+            return prepare(decoder(source.read(index)), size)
         except (Unreadable, OSError) as error:
             return str(error)
 
@@ -77,16 +75,15 @@ def extract(
     device: torch.device,
     batch_size: int = 256,
     num_workers: int | None = None,
-    max_pixels: int = 100_000_000,
     name: str = "features",
     show: bool = True,
 ) -> Features:
     """`pool(images)` for every readable image, float32 throughout."""
     size = weights.vit.input_size
-    mean = torch.tensor(weights.mean, device=device).view(3, 1, 1)
-    std = torch.tensor(weights.std, device=device).view(3, 1, 1)
+    mean = torch.tensor(weights.mean, device=device).view(-1, 1, 1)
+    std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
     values, kept, unreadable = [], [], {}
-    batches = prepared(source, size, batch_size, num_workers, max_pixels)
+    batches = prepared(source, size, batch_size, num_workers, weights.decoder)
     total = -(-len(source) // batch_size)
     for number, batch in enumerate(track(batches, name, total, show)):
         readable = []
