@@ -69,7 +69,7 @@ QUICK = [  # arguments ({d}: images, {t}: an empty place), what the sentence say
     ),
     (["pretrain", "{t}/empty", "--out", "{t}/run"], "holds no image"),
     (["pretrain", "{t}/texts", "--out", "{t}/run"], "holds no image; these count: .jpg"),
-    (["pretrain", "{t}/texts/a.txt", "--out", "{t}/run"], "is not a folder"),
+    (["pretrain", "{t}/texts/a.md", "--out", "{t}/run"], "is not a folder, a list (.txt .lst .list) or a .tar shard"),
     (["pretrain", "{d}", "--out", "{t}/run", "--recipe", "adclr_vit_s16"], "did you mean 'adclr_vits16'?"),
     (["pretrain", "{d}", "--out", "{t}/run", "train.epoch=3"], "did you mean 'train.epochs'?"),
     (["pretrain", "{d}", "--out", "{t}/run", "epochs=many"], "train.epochs='many'"),
@@ -91,7 +91,7 @@ QUICK = [  # arguments ({d}: images, {t}: an empty place), what the sentence say
 def place(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("no image")
+    (tmp_path / "texts" / "a.md").write_text("no image")
     return tmp_path
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from adclr.config import UserError
 from adclr.decode import Unreadable, size_of
-from adclr.sources import ImageFolder
+from adclr.sources import Source
 
 SAMPLE = 200  # images whose headers are read
 SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
@@ -27,7 +27,7 @@ class Choice:
     reasons: list[str]
 
 
-def median_side(source: ImageFolder) -> int:
+def median_side(source: Source) -> int:
     """The median of the shorter sides of up to 200 images, spread over the collection."""
     sides = []
     for index in np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int):
@@ -91,7 +91,7 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
     return Choice(recipe, settings, reasons)
 
 
-def choose_for(source: ImageFolder, device: str) -> Choice:
+def choose_for(source: Source, device: str) -> Choice:
     return choose(len(source), median_side(source), gpu_bytes(device))
 
 

@@ -47,7 +47,9 @@ def parser() -> Parser:
     demo.add_argument("--seed", type=_seed, default=0, help="of images and training (%(default)s)")
 
     pretrain = commands.add_parser("pretrain", help="train on a folder of images", add_help=False)
-    pretrain.add_argument("data", nargs="?", metavar="DATA", help="folder of images, searched recursively")
+    pretrain.add_argument(
+        "data", nargs="?", metavar="DATA", help="folder (searched recursively), .txt list, .tar shards or hf:PATH"
+    )
     pretrain.add_argument("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
     pretrain.add_argument(
         "--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images"

@@ -21,7 +21,7 @@ from adclr.augment import Packed, pack
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.draws import Words
-from adclr.sources import ImageFolder
+from adclr.sources import Source
 from adclr.views import Plan
 
 # Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
@@ -45,7 +45,7 @@ class Feed:
 
     def __init__(
         self,
-        source: ImageFolder,
+        source: Source,
         num_workers: int,
         decoder: Decoder,
         max_unreadable: float = 1.0,
@@ -74,8 +74,8 @@ class Feed:
         with self._lock:
             if index in self.unreadable:
                 return
-            if not self.source.root.is_dir():
-                raise UserError(f"folder {self.source.root} has disappeared; bring it back and run the command again")
+            if not self.source.present():
+                raise UserError(f"{self.source.root} has disappeared; bring it back and run the command again")
             self.unreadable.add(index)
             self.on_unreadable(self.source.paths[index], reason)
             if len(self.unreadable) > self.max_unreadable * len(self.source):

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.draws import mix
-from adclr.sources import ImageFolder
+from adclr.sources import Source, Subset
 
 
 @dataclass(frozen=True)
 class Split:
-    source: ImageFolder
+    source: Source
     labels: NDArray[np.int64]
 
 
@@ -29,20 +30,26 @@ class Labelled:
 
 def open_labelled(path: str | Path) -> Labelled:
     """A fifth of an unsplit folder, chosen by the keys of its images, is the val split."""
-    root = Path(path)
-    if os.path.isdir(root / "train") and os.path.isdir(root / "val"):
-        train, val = ImageFolder(root / "train"), ImageFolder(root / "val")
+    text = os.fspath(path)
+    root, hub = Path(text), text.startswith("hf:")
+    folder = text.removeprefix("hf:")
+    train: Source
+    val: Source
+    if os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
+        before = "hf:" if hub else ""
+        train, val = (open_source(before + os.path.join(folder, split)) for split in ("train", "val"))
     else:
-        whole = ImageFolder(root)
+        whole = open_source(text)
         held_out = mix(whole.keys) % np.uint64(5) == 0
-        train, val = (
-            ImageFolder(root, [p for p, chosen in zip(whole.paths, which, strict=True) if chosen])
-            for which in (~held_out, held_out)
-        )
+        train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
     classes = sorted({_label(train, i) for i in range(len(train))})
     if len(classes) < 2:
         raise UserError(f"{train.root} has only one class ({classes[0]}); scores need a sub-folder for each class")
     unknown = sorted({_label(val, i) for i in range(len(val))} - set(classes))
+    if unknown and train.root == val.root:
+        raise UserError(
+            f"{root} has too few images of class {unknown[0]} to be split; give {root}/train and {root}/val"
+        )
     if unknown:
         raise UserError(f"{val.root} has classes that {train.root} lacks: {', '.join(unknown[:5])}; give both the same")
     if not len(val):
@@ -51,11 +58,11 @@ def open_labelled(path: str | Path) -> Labelled:
     return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
 
 
-def _numbered(source: ImageFolder, numbers: dict[str, int]) -> Split:
+def _numbered(source: Source, numbers: dict[str, int]) -> Split:
     return Split(source, np.array([numbers[_label(source, i)] for i in range(len(source))], np.int64))
 
 
-def _label(source: ImageFolder, index: int) -> str:
+def _label(source: Source, index: int) -> str:
     label = source.label(index)
     if label is None:
         raise UserError(f"{source.root}/{source.paths[index]} lies in no class folder; put it into one or remove it")

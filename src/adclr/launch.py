@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from adclr import auto, config, loggers
+from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.runs import Run, check_writable
 from adclr.settings import Settings
-from adclr.sources import ImageFolder
+from adclr.sources import Source
 
+INDEX = "index.npz"  # in a run: what was found when the collection was searched
 # What may differ when a run is resumed, because it does not say what is computed but how.
 FREE = (
     "recipe",
@@ -38,7 +40,7 @@ FREE = (
 @dataclass(frozen=True)
 class Launch:
     settings: Settings
-    source: ImageFolder
+    source: Source
     run: Run
     reasons: list[str]  # of the automatic choice, for the user
 
@@ -78,7 +80,7 @@ def prepare(
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
-    source = ImageFolder(settings.data.path)
+    source = open_source(settings.data.path, run.path / INDEX)
     reasons: list[str] = []
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)

@@ -9,7 +9,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
+from rich.control import Control
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import ControlType
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal
@@ -57,6 +59,32 @@ class Line:
     def say(self, text: str) -> None:
         """A line that stays."""
         self.bar.console.print(text, markup=False, soft_wrap=True)
+
+
+class Tally:
+    """`with Tally("indexing", "images") as tally: tally.add(5)`: progress of what has no known end; silent if short."""
+
+    def __init__(self, name: str, of: str) -> None:
+        self.name, self.of, self.count = name, of, 0
+        self.console = Console(file=sys.stderr, highlight=False)
+        self.printed = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 2)))
+
+    def add(self, count: int) -> None:
+        self.count += count
+        now = time.monotonic()
+        if now - self.printed >= (0.2 if self.console.is_terminal else PLAIN_SECONDS):
+            self.printed = now
+            line = f"{self.name}: {self.count} {self.of}"
+            self.console.print(line, end="\r" if self.console.is_terminal else "\n", markup=False)
 
 
 def track(items: Iterable[T], name: str, total: int, show: bool = True) -> Iterator[T]:

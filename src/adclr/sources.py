@@ -1,39 +1,59 @@
-"""What to read: a folder of images. Knows paths, keys and labels; pixels are `decode`'s."""
+"""What to read, behind one interface; here a folder and a list of files (see also `shards` and `huggingface`).
+
+Sources know names, keys, bytes and labels; pixels are `decode`'s. An item's key is a hash of its name, so a collection
+is the same wherever it lies.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adclr.config import UserError
 from adclr.draws import Words, key_of
+from adclr.listing import Facts, Listing, fact
+from adclr.progress import Tally
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+NO_PLACES = np.zeros((0, 3), np.int64)
 
 
-class ImageFolder:
-    """Every image below a folder, in the order of its relative paths.
+class Source(Protocol):
+    root: Path  # what the user named
+    paths: Sequence[str]  # the name of each item
+    listing: Listing | None  # what is worth keeping of the search for them
 
-    Hidden files and folders are passed over; a folder reached by two links is read once. The first level of
-    sub-folders, where there is one, gives labels; nothing but a probe ever asks for them.
-    """
+    @property
+    def keys(self) -> Words: ...
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> bytes: ...
+    def label(self, index: int) -> str | None: ...
+    def fingerprint(self) -> str: ...
+    def present(self) -> bool: ...
 
-    def __init__(self, root: str | Path, paths: Sequence[str] | None = None) -> None:
-        self.root = Path(root)
-        self.paths = list(paths) if paths is not None else find_images(self.root)
-        self.keys: Words = np.fromiter((key_of(path) for path in self.paths), np.uint64, len(self.paths))
+
+class Items:
+    """What all sources share."""
+
+    def __init__(self, root: Path, paths: Sequence[str], listing: Listing | None = None) -> None:
+        self.root, self.paths, self.listing = root, paths, listing
+
+    @cached_property
+    def keys(self) -> Words:
+        return np.fromiter((key_of(path) for path in self.paths), np.uint64, len(self.paths))
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def read(self, index: int) -> bytes:
-        return (self.root / self.paths[index]).read_bytes()
-
     def label(self, index: int) -> str | None:
+        """The first folder of the item's name, where there is one; nothing but a score ever asks."""
         first, slash, _ = self.paths[index].partition("/")
         return first if slash else None
 
@@ -41,8 +61,63 @@ class ImageFolder:
         """A hash of all keys: the same collection, wherever it lies."""
         return blake2b(np.sort(self.keys).tobytes(), digest_size=16).hexdigest()
 
+    def present(self) -> bool:
+        """Whether the collection is still there at all."""
+        return os.path.exists(self.root)
 
-def find_images(root: Path) -> list[str]:
+
+class ImageFolder(Items):
+    """Every image below a folder, in the order of its relative paths.
+
+    Hidden files and folders are passed over; a folder reached by two links is read once.
+    """
+
+    def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
+        root = Path(root)
+        listing = listing or index_folder(root)
+        super().__init__(root, listing.names, listing)
+
+    def read(self, index: int) -> bytes:
+        return (self.root / self.paths[index]).read_bytes()
+
+
+class FileList(Items):
+    """A text file with a path on each line, relative to the file's folder or absolute, and a label behind a tab."""
+
+    def __init__(self, file: str | Path) -> None:
+        file = Path(file)
+        try:
+            text = file.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise UserError(f"list {file} cannot be read ({error.strerror}); check the path") from None
+        rows = [line.partition("\t") for line in text.splitlines() if line.strip()]
+        self.labels = {path.strip(): label.strip() for path, _, label in rows}
+        if not self.labels:
+            raise UserError(f"list {file} names no image; write one path on each line")
+        super().__init__(file, list(self.labels))
+
+    def read(self, index: int) -> bytes:
+        return (self.root.parent / self.paths[index]).read_bytes()
+
+    def label(self, index: int) -> str | None:
+        return self.labels[self.paths[index]] or super().label(index)
+
+
+class Subset(Items):
+    """Some items of a source."""
+
+    def __init__(self, whole: Source, chosen: NDArray[np.int64]) -> None:
+        super().__init__(whole.root, [whole.paths[i] for i in chosen])
+        self.whole, self.chosen = whole, chosen
+
+    def read(self, index: int) -> bytes:
+        return self.whole.read(int(self.chosen[index]))
+
+    def label(self, index: int) -> str | None:
+        return self.whole.label(int(self.chosen[index]))
+
+
+def index_folder(root: Path) -> Listing:
     """Relative paths, with '/', of all images below `root`, sorted."""
     try:
         if not root.exists():
@@ -52,30 +127,35 @@ def find_images(root: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
     found: list[str] = []
+    facts: Facts = {}
     seen: set[tuple[int, int]] = set()
     waiting = [""]
-    while waiting:
-        below = waiting.pop()
-        here = root / below
-        status = here.stat()
-        if (status.st_dev, status.st_ino) in seen:
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        try:
-            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
-        except PermissionError:
-            raise UserError(f"folder {here} may not be read; change its permissions") from None
-        for entry in entries:
-            path = f"{below}/{entry.name}" if below else entry.name
-            if entry.name.startswith("."):
+    with Tally("indexing", "images") as tally:
+        while waiting:
+            below = waiting.pop()
+            here = root / below
+            status = here.stat()
+            if (status.st_dev, status.st_ino) in seen:
                 continue
+            seen.add((status.st_dev, status.st_ino))
+            facts[os.path.abspath(here)] = fact(here, False)  # before it is read, so that no change is missed
             try:
-                if entry.is_dir():
-                    waiting.append(path)
-                elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
-                    found.append(path)
-            except OSError:
-                continue  # a link that leads nowhere, for one to itself
+                entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+            except PermissionError:
+                raise UserError(f"folder {here} may not be read; change its permissions") from None
+            before = len(found)
+            for entry in entries:
+                path = f"{below}/{entry.name}" if below else entry.name
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    if entry.is_dir():
+                        waiting.append(path)
+                    elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                        found.append(path)
+                except OSError:
+                    continue  # a link that leads nowhere, for one to itself
+            tally.add(len(found) - before)
     if not found:
         raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
-    return sorted(found)
+    return Listing(sorted(found), facts, NO_PLACES, [])

@@ -194,6 +194,8 @@ def _resume(job: Job, launched: Launch) -> int:
         run.add_provenance(_facts(job, launched, start))
         for name in ("metrics.jsonl", "timing.jsonl"):
             run.cut(name, -1 if state is None else start)
+        if launched.source.listing is not None:
+            launched.source.listing.save(run.path / launch.INDEX)
         run.cut("quarantine.jsonl", float("inf"))  # only what a crash left of a line
     return start
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.progress import track
-from adclr.sources import ImageFolder
+from adclr.sources import Source
 from adclr.weights import Weights
 
 AHEAD = 4  # batches prepared while the network works
@@ -44,7 +44,7 @@ def prepare(image: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def prepared(
-    source: ImageFolder, size: tuple[int, int], batch_size: int, num_workers: int | None, decoder: Decoder
+    source: Source, size: tuple[int, int], batch_size: int, num_workers: int | None, decoder: Decoder
 ) -> Iterator[list[NDArray[np.uint8] | str]]:
     """Batches of prepared images in the order of the source; the reason stands for an unreadable one."""
 
@@ -70,7 +70,7 @@ def prepared(
 @torch.no_grad()
 def extract(
     weights: Weights,
-    source: ImageFolder,
+    source: Source,
     pool: Callable[[Tensor], Tensor],
     device: torch.device,
     batch_size: int = 256,

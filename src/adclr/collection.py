@@ -1,0 +1,60 @@
+"""Which source a word names: a folder, a .txt list, .tar shards or hf:PATH."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from adclr import listing
+from adclr.config import UserError
+from adclr.huggingface import HuggingFace
+from adclr.listing import Listing
+from adclr.shards import TarShards
+from adclr.sources import FileList, ImageFolder, Source
+
+LISTS = (".txt", ".lst", ".list")
+
+
+def open_source(where: str | Path, index: Path | None = None) -> Source:
+    """The source that a word names; `index` is a file that may hold what was found there before."""
+    text = os.fspath(where)
+    if text.startswith("hf:"):
+        return HuggingFace(text.removeprefix("hf:"))
+    if not os.path.exists(text) and re.search(r"[*?\[{]", text):
+        return TarShards(text, expand(text), _known(index))
+    if os.path.isfile(text):
+        if text.endswith(".tar"):
+            return TarShards(text, [text], _known(index))
+        if text.endswith(LISTS):
+            return FileList(text)
+        raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
+    if os.path.isdir(text):
+        shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
+        if shards:
+            return TarShards(text, shards, _known(index))
+    known = _known(index)
+    inside = known is not None and os.path.abspath(text) in known.facts
+    return ImageFolder(text, known if inside else None)
+
+
+def _known(index: Path | None) -> Listing | None:
+    found = None if index is None else listing.load(index)
+    return found if found is not None and found.current() else None
+
+
+def expand(pattern: str) -> list[str]:
+    """The files of a pattern: shell wildcards, and ranges as in train-{0000..0146}.tar."""
+    found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if found:
+        first, last = found[1], found[2]
+        if int(last) - int(first) > 1_000_000:
+            raise UserError(f"{pattern} names more than a million shards; check its range")
+        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+        names = [pattern[: found.start()] + number + pattern[found.end() :] for number in numbers]
+        return [path for name in names for path in expand(name)]
+    paths = sorted(glob.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
+    if not paths:
+        raise UserError(f"no file is named as {pattern}; check the pattern")
+    return paths

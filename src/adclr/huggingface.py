@@ -1,0 +1,50 @@
+"""A Hugging Face data set on disk (written by `save_to_disk`), as a source; needs the extra `huggingface`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adclr.config import UserError
+from adclr.sources import Items
+
+
+class HuggingFace(Items):
+    """The first column of images; labels are those of the first column of classes. `hf:PATH` or `hf:PATH/train`."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise UserError("hf: needs the package datasets; run: pip install 'adclr[huggingface]'") from None
+        if not (Path(path) / "state.json").exists():
+            splits = Path(path) / "dataset_dict.json"
+            hint = (
+                f"it holds splits; name one of them, such as hf:{path}/train" if splits.exists() else "check the path"
+            )
+            raise UserError(f"{path} is no data set written by save_to_disk; {hint}")
+        try:
+            found: Any = datasets.load_from_disk(path)
+        except Exception as error:  # of many kinds, all about what is on the disk
+            raise UserError(f"data set {path} cannot be opened ({error}); write it again") from None
+        images = [name for name, kind in found.features.items() if isinstance(kind, datasets.Image)]
+        if not images:
+            raise UserError(f"data set {path} has no column of images, only {', '.join(found.features)}")
+        classes = [name for name, kind in found.features.items() if isinstance(kind, datasets.ClassLabel)]
+        self.names: list[str] = found.features[classes[0]].names if classes else []
+        self.classes: list[int] = list(found[classes[0]]) if classes else []
+        self.column: Any = found.cast_column(images[0], datasets.Image(decode=False)).select_columns([images[0]])
+        self.name = images[0]
+        super().__init__(Path(path), [f"{number:09d}" for number in range(len(found))])
+
+    def read(self, index: int) -> bytes:
+        item = self.column[index][self.name]
+        if item is None:
+            raise OSError("the data set has no image here")
+        if item["bytes"] is not None:
+            return bytes(item["bytes"])
+        return Path(item["path"]).read_bytes()
+
+    def label(self, index: int) -> str | None:
+        number = self.classes[index] if self.classes else None
+        return self.names[number] if number is not None and 0 <= number < len(self.names) else None

@@ -1,0 +1,227 @@
+"""Lists, shards and Hugging Face data sets give what the folder gives; an index is used while it is true."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import adclr as package
+from adclr import launch, listing, shards, sources
+from adclr.collection import expand, open_source
+from adclr.config import UserError
+from adclr.labelled import open_labelled
+from adclr.sources import ImageFolder
+from tiny import TINY
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+
+
+@pytest.fixture
+def folder(images: Path) -> ImageFolder:
+    return ImageFolder(images / "train")
+
+
+def test_a_list_reads_what_it_names(folder: ImageFolder, tmp_path: Path) -> None:
+    shutil.copytree(folder.root, tmp_path / "pictures")
+    lines = [f"pictures/{path}" for path in folder.paths[:10]]
+    lines[1] += "\tspecial"
+    lines += ["", lines[0], str(folder.root / folder.paths[11]), "missing.png"]  # empty, twice, absolute, missing
+    (tmp_path / "list.txt").write_text("\n".join(lines) + "\n")
+    source = open_source(tmp_path / "list.txt")
+    assert len(source) == 12
+    assert [source.read(i) for i in range(11)] == [folder.read(i) for i in [*range(10), 11]]
+    assert (source.label(0), source.label(1)) == ("pictures", "special")
+    with pytest.raises(OSError, match="missing"):
+        source.read(11)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="names no image"):
+        open_source(tmp_path / "empty.txt")
+
+
+def test_shards_are_read_at_random(folder: ImageFolder, tmp_path: Path) -> None:
+    for number in range(3):
+        chosen = range(number, len(folder), 3)
+        files = {folder.paths[i]: folder.read(i) for i in chosen} | {"readme.md": b"x", ".hidden.png": b"x"}
+        write_tar(tmp_path / f"part-{number:03d}.tar", files)
+    for where in (tmp_path, tmp_path / "*.tar", tmp_path / "part-{000..002}.tar"):
+        source = open_source(where)
+        assert len(source) == len(folder)
+        assert sorted(map(source.read, range(len(source)))) == sorted(map(folder.read, range(len(folder))))
+        for index in (17, 3, 30):
+            shard, _, member = source.paths[index].partition("/")
+            assert shard.startswith("part-")
+            assert source.read(index) == (folder.root / member).read_bytes()
+            assert source.label(index) == member.split("/")[0]
+    assert len(open_source(tmp_path / "part-001.tar")) == 11
+    for split in ("train", "val"):
+        (tmp_path / "both" / split).mkdir(parents=True)
+        shutil.copy(tmp_path / "part-000.tar", tmp_path / "both" / split)
+    assert len(open_labelled(tmp_path / "both").train.source) == 11
+    with pytest.raises(UserError, match="too few images of class"):
+        open_labelled(tmp_path)
+
+
+def test_labels_beside_the_images_of_a_shard(folder: ImageFolder, tmp_path: Path) -> None:
+    files = {"a.b.png": folder.read(0), "a.cls": b"3\n", "c.png": folder.read(1), "d.txt": b"no", "e.cls": b"7" * 999}
+    write_tar(tmp_path / "x.tar", files)
+    source = open_source(tmp_path / "x.tar")
+    assert [source.label(i) for i in range(2)] == ["3", None]
+
+
+def test_shards_that_cannot_be_read(folder: ImageFolder, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.tar"
+    write_tar(cut, {folder.paths[i]: folder.read(i) for i in range(10)})
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[: len(whole) // 2 - 300])
+    source_or_error: list[str] = []
+    try:
+        source = open_source(cut)
+        for index in range(len(source)):
+            try:
+                source.read(index)
+            except OSError as error:
+                source_or_error.append(str(error))
+    except UserError as error:
+        source_or_error.append(str(error))
+    assert source_or_error  # it is said, now or when the image is asked for
+    (tmp_path / "zip.tar").write_bytes(b"PK" + bytes(600))
+    with pytest.raises(UserError, match=r"zip\.tar cannot be read as an uncompressed tar file"):
+        open_source(tmp_path / "zip.tar")
+    write_tar(tmp_path / "none.tar", {"a.txt": b"x"})
+    with pytest.raises(UserError, match="hold no image"):
+        open_source(tmp_path / "none.tar")
+    with pytest.raises(UserError, match=r"shard .*gone-1\.tar cannot be read"):
+        open_source(tmp_path / "gone-{0..1}.tar".replace("{0", "{1"))
+    with pytest.raises(UserError, match="no file is named as"):
+        open_source(tmp_path / "gone*.tar")
+
+
+def test_ranges_in_names() -> None:
+    assert expand("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
+    assert expand("{1..2}/{3..4}.tar") == ["1/3.tar", "1/4.tar", "2/3.tar", "2/4.tar"]
+    with pytest.raises(UserError, match="more than a million"):
+        expand("{0..99999999}.tar")
+
+
+def test_a_hugging_face_data_set_on_disk(folder: ImageFolder, tmp_path: Path) -> None:
+    import datasets
+
+    kinds = sorted({str(folder.label(i)) for i in range(len(folder))})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=kinds)})
+    rows = {
+        "image": [{"bytes": folder.read(i), "path": None} for i in range(len(folder))],
+        "label": [folder.label(i) for i in range(len(folder))],
+    }
+    data = datasets.Dataset.from_dict(rows, features=features)
+    data.save_to_disk(tmp_path / "one")
+    source = open_source(f"hf:{tmp_path}/one")
+    assert [source.read(i) for i in range(len(source))] == [folder.read(i) for i in range(len(folder))]
+    assert [source.label(i) for i in range(len(source))] == [folder.label(i) for i in range(len(folder))]
+    assert len(set(source.keys.tolist())) == len(folder)
+    datasets.DatasetDict(train=data, val=data).save_to_disk(tmp_path / "two")
+    with pytest.raises(UserError, match=r"name one of them, such as hf:.*/train"):
+        open_source(f"hf:{tmp_path}/two")
+    assert open_labelled(f"hf:{tmp_path}/two").classes == kinds
+    with pytest.raises(UserError, match="is no data set written by save_to_disk"):
+        open_source(f"hf:{folder.root}")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "words")
+    with pytest.raises(UserError, match="no column of images, only text"):
+        open_source(f"hf:{tmp_path}/words")
+    run = package.pretrain(f"hf:{tmp_path}/one", out=tmp_path / "run", recipe="adclr_small", labels=True, **TINY)
+    assert run.finished
+
+
+def test_every_source_trains_the_same_pixels(folder: ImageFolder, tmp_path: Path) -> None:
+    """A shard whose members carry the folder's names has other keys; a list of the same names has the same."""
+    names = "\n".join(folder.paths)
+    shutil.copytree(folder.root, tmp_path / "here")
+    (tmp_path / "here" / "list.txt").write_text(names)
+    tiny = {"recipe": "adclr_small", **TINY}
+    one = package.pretrain(folder.root, out=tmp_path / "one", **tiny)
+    two = package.pretrain(tmp_path / "here" / "list.txt", out=tmp_path / "two", **tiny)
+    assert (one.path / "metrics.jsonl").read_text() == (two.path / "metrics.jsonl").read_text()
+    write_tar(tmp_path / "x.tar", {folder.paths[i]: folder.read(i) for i in range(len(folder))})
+    assert package.pretrain(tmp_path / "x.tar", out=tmp_path / "three", **tiny).finished
+
+
+def test_an_index_is_kept_and_used_while_it_is_true(
+    folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(folder.root, data)
+    (data / "odd\nname \udcff.png").write_bytes(folder.read(0))
+    index = tmp_path / "index.npz"
+    found = open_source(data, index)
+    assert found.listing is not None
+    found.listing.save(index)
+
+    def never(root: Path) -> listing.Listing:
+        raise AssertionError(f"{root} was searched again")
+
+    search = sources.index_folder
+    monkeypatch.setattr(sources, "index_folder", never)
+    again = open_source(data, index)
+    assert again.paths == found.paths
+    assert again.fingerprint() == found.fingerprint()
+    some = next(data.rglob("*.png"))
+    time.sleep(0.02)
+    shutil.copy(some, some.with_name("new.png"))
+    with pytest.raises(AssertionError, match="searched again"):
+        open_source(data, index)
+    monkeypatch.setattr(sources, "index_folder", search)
+    assert len(open_source(data, index)) == len(found) + 1
+    assert len(open_source(folder.root, index)) == len(folder)  # an index of another folder is no use
+    for damage in (b"", b"PK", index.read_bytes()[:200]):
+        index.write_bytes(damage)
+        assert len(open_source(data, index)) == len(found) + 1
+
+
+def test_an_index_of_shards(folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        files = {folder.paths[i]: folder.read(i) for i in range(number, 20, 2)} | {"a/1.cls": b"z"}
+        write_tar(tmp_path / f"{number}.tar", files)
+    index = tmp_path / "index.npz"
+    found = open_source(tmp_path, index)
+    assert found.listing is not None
+    found.listing.save(index)
+    monkeypatch.setattr(shards, "index_shards", lambda files: pytest.fail("indexed again"))
+    again = open_source(tmp_path, index)
+    assert [again.read(i) for i in range(20)] == [found.read(i) for i in range(20)]
+    assert [again.label(i) for i in range(20)] == [found.label(i) for i in range(20)]
+    monkeypatch.undo()
+    write_tar(tmp_path / "1.tar", {"only.png": folder.read(0)})
+    os.utime(tmp_path / "1.tar", ns=(1, 1))
+    assert len(open_source(tmp_path, index)) == 11
+
+
+def test_a_run_keeps_its_index(images: Path, tmp_path: Path) -> None:
+    run = package.pretrain(images / "train", out=tmp_path / "run", **TINY)
+    kept = listing.load(run.path / launch.INDEX)
+    assert kept is not None
+    assert kept.names == list(ImageFolder(images / "train").paths)
+    assert np.array_equal(launch.prepare(None, run.path).source.keys, ImageFolder(images / "train").keys)
+
+
+def test_a_million_names_are_indexed_and_loaded_in_seconds(tmp_path: Path) -> None:
+    names = [f"n{i % 1000:08d}/image_{i:08d}.JPEG" for i in range(1_000_000)]
+    made = listing.Listing(names, {str(tmp_path / str(i)): (i, 0) for i in range(1000)}, sources.NO_PLACES, [])
+    started = time.monotonic()
+    made.save(tmp_path / "index.npz")
+    back = listing.load(tmp_path / "index.npz")
+    assert back is not None
+    assert back.names[-1] == names[-1]
+    assert len(back.facts) == 1000
+    assert time.monotonic() - started < 10
