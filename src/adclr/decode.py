@@ -38,8 +38,18 @@ class Decoder:
     num_channels: int = 3
     max_value: float | None = None  # white in images of more than 8 bits; None: see `to_bytes`
     shrink_above: int | None = None  # a JPEG is decoded smaller while its shorter side stays at least this
+    max_side: int | None = None  # a larger image is resized to this longer side
 
     def __call__(self, data: bytes) -> Pixels:
+        pixels = self._decode(data)
+        side = max(pixels.shape[1:])
+        if self.max_side is None or side <= self.max_side:
+            return pixels
+        height, width = (max(1, round(n * self.max_side / side)) for n in pixels.shape[1:])
+        channels = (Image.fromarray(channel).resize((width, height), Image.Resampling.BICUBIC) for channel in pixels)
+        return np.stack([np.asarray(channel) for channel in channels])
+
+    def _decode(self, data: bytes) -> Pixels:
         try:
             header = read_header(data)
             if header is not None:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adclr.augment import Packed, pack
+from adclr.cache import Store
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.draws import Words
@@ -54,20 +56,29 @@ class Feed:
     ) -> None:
         self.source, self.num_workers, self.decoder, self.pin = source, num_workers, decoder, pin
         self.max_unreadable, self.on_unreadable = max_unreadable, on_unreadable
+        self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
         self.seconds_waited = 0.0  # by whoever takes the batches
         self._lock = Lock()
 
+    def read(self, index: int) -> Pixels | None:
+        """The pixels of an image; one that cannot be read is listed, and None."""
+        if index in self.unreadable:
+            return None
+        try:
+            return self.decoder(self.source.read(index))
+        except (Unreadable, OSError) as error:
+            self._list(index, str(error))
+            return None
+
     def image(self, index: int) -> Pixels:
         """The pixels of an image, or of the next readable one."""
+        if self.store is not None:
+            return self.store.image(index)
         for step in range(len(self.source)):
-            candidate = (index + step) % len(self.source)
-            if candidate in self.unreadable:
-                continue
-            try:
-                return self.decoder(self.source.read(candidate))
-            except (Unreadable, OSError) as error:
-                self._list(candidate, str(error))
+            pixels = self.read((index + step) % len(self.source))
+            if pixels is not None:
+                return pixels
         raise UserError(f"none of the {len(self.source)} images of {self.source.root} can be read")
 
     def _list(self, index: int, reason: str) -> None:
@@ -88,7 +99,7 @@ class Feed:
         """A batch for each (epoch, indices), in order."""
         if self.num_workers == 0:
             for epoch, indices in order:
-                yield self._assemble(epoch, indices, [self.image(int(i)) for i in indices], planner)
+                yield self._assemble(epoch, indices, [self.image(int(i)) for i in self._wanted(indices)], planner)
             return
         waiting: deque[Future[Batch]] = deque()
         decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
@@ -101,7 +112,7 @@ class Feed:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
             for epoch, indices in order:
-                images = [decoders.submit(self.image, int(i)) for i in indices]
+                images = [decoders.submit(self.image, int(i)) for i in self._wanted(indices)]
                 waiting.append(assembler.submit(collect, epoch, indices, images))
                 if len(waiting) > AHEAD:
                     yield self._wait(waiting.popleft())
@@ -119,6 +130,10 @@ class Feed:
         self.seconds_waited += time.monotonic() - started
         return result
 
+    def _wanted(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of these must be brought: none if all lie on the GPU."""
+        return indices[:0] if self.store is not None and self.store.on_gpu else indices
+
     def _assemble(self, epoch: int, indices: NDArray[np.int64], images: list[Pixels], planner: Planner) -> Batch:
-        packed = pack(images, self.pin)
+        packed = pack(images, self.pin) if images else cast(Store, self.store).select(indices)
         return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes))

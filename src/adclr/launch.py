@@ -21,6 +21,7 @@ FREE = (
     "recipe",
     "data.path",
     "data.num_workers",
+    "data.cache",
     "data.max_unreadable",
     "data.allow_changed",
     "train.device",
@@ -96,7 +97,8 @@ def prepare(
 
 
 def _foreign(folder: Path) -> bool:
-    return any(path.name != ".lock" for path in folder.iterdir())
+    """Whether there is anything but what a start that failed early leaves."""
+    return any(path.name not in (".lock", "quarantine.jsonl") for path in folder.iterdir())
 
 
 def check_finished(launched: Launch) -> None:

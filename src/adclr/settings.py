@@ -39,6 +39,10 @@ class Data(Section):
     shrink_above: Side | None = Field(
         1024, description="a JPEG is decoded at 1/2, 1/4 or 1/8 while its shorter side stays this long; null: never"
     )
+    max_side: Side | None = Field(None, description="longer side to which larger images are resized; null: none")
+    cache: Literal["auto", "off", "ram", "gpu"] = Field(
+        "auto", description="where images are kept once decoded; auto: on the GPU or in memory if they fit"
+    )
     max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
     mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
     std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="deviation of each channel, of 1")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr import auto, checkpoint, distributed, fit, launch, optim
+from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
 from adclr.augment import render
 from adclr.config import UserError
 from adclr.decode import Decoder
@@ -103,6 +103,7 @@ def run(launched: Launch) -> Run:
     probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
     labelled = open_labelled(probe_data) if probe_data else None
     with distributed.session(device), run.lock() if distributed.is_main() else nullcontext():
+        distributed.barrier()  # the directory is there, and it is ours
         job = _assemble(launched, device)
         start = _resume(job, launched)
         fits = True
@@ -124,11 +125,25 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
     dtype = autocast_dtype(settings.train.precision, device)
     optimizer = optim.make_optimizer(method.student, settings)
     state = checkpoint.load(run, method, optimizer)
+    if state is not None:
+        _check_resumable(launched, state)
 
     def quarantine(path: str, reason: str) -> None:
         run.append_once("quarantine.jsonl", {"path": path, "reason": reason}, key="path")
 
     workers = settings.data.num_workers
+    feed = Feed(
+        source,
+        auto.cpu_count() if workers is None else workers,
+        decoder(settings),
+        settings.data.max_unreadable,
+        pin=device.type == "cuda",
+        on_unreadable=quarantine,
+    )
+    gpu = fit.available(device) if device.type == "cuda" else 0.0
+    room = cache.Room(fit.host_memory() / distributed.local_world_size(), gpu)
+    show = distributed.is_main()
+    feed.store = cache.make(settings.data.cache, feed.read, len(source), feed.num_workers, room, device, show)
     return Job(
         settings=settings,
         run=run,
@@ -136,14 +151,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         optimizer=optimizer,
         state=state,
         schedules=optim.Schedules(settings, len(source) // settings.train.batch_size),
-        feed=Feed(
-            source,
-            auto.cpu_count() if workers is None else workers,
-            decoder(settings),
-            settings.data.max_unreadable,
-            pin=device.type == "cuda",
-            on_unreadable=quarantine,
-        ),
+        feed=feed,
         device=device,
         dtype=dtype,
         micro_batch=_micro_batch(settings, state, method, device, dtype),
@@ -154,7 +162,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
 
 def decoder(settings: Settings) -> Decoder:
     data = settings.data
-    return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above)
+    return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above, data.max_side)
 
 
 def _micro_batch(
@@ -170,20 +178,25 @@ def _micro_batch(
     return int(distributed.min_(torch.tensor(float(fitted), device=device)).item())  # the same in every process
 
 
+def _check_resumable(launched: Launch, state: checkpoint.State) -> None:
+    root, run, settings = launched.source.root, launched.run, launched.settings
+    if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
+        raise UserError(
+            f"{root} does not hold the images that {run.path} was started with; "
+            "restore them or set data.allow_changed=true"
+        )
+    steps = len(launched.source) // settings.train.batch_size
+    if state.steps_per_epoch != steps:
+        raise UserError(
+            f"{root} gives {steps} steps an epoch where {run.path} had {state.steps_per_epoch}, "
+            "so its schedules no longer fit; restore the images or choose another --out"
+        )
+
+
 def _resume(job: Job, launched: Launch) -> int:
-    """Checks that the run can go on and opens its files; the number of steps already done."""
+    """Opens the files of the run; the number of steps already done."""
     run, state = job.run, job.state
     if state is not None:
-        if state.fingerprint != job.fingerprint and not job.settings.data.allow_changed:
-            raise UserError(
-                f"{launched.source.root} does not hold the images that {run.path} was started with; "
-                "restore them or set data.allow_changed=true"
-            )
-        if state.steps_per_epoch != job.schedules.steps_per_epoch:
-            raise UserError(
-                f"{launched.source.root} gives {job.schedules.steps_per_epoch} steps an epoch where {run.path} had "
-                f"{state.steps_per_epoch}, so its schedules no longer fit; restore the images or choose another --out"
-            )
         job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
     start = 0 if state is None else state.step
     distributed.barrier()  # until all have read what the first process is about to write over
@@ -208,6 +221,7 @@ def _facts(job: Job, launched: Launch, start: int) -> dict[str, Any]:
         "processes": distributed.world_size(),
         "micro_batch_size": job.micro_batch,
         "images": len(launched.source),
+        "cache": None if job.feed.store is None else f"{job.feed.store.gib:.3f} GiB",
         "collection": job.fingerprint,
         "automatic_choice": launched.reasons,
     }

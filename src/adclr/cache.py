@@ -1,0 +1,138 @@
+"""A collection that fits is decoded once and kept as bytes, in host memory or on the GPU; the pixels are the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adclr.augment import Packed
+from adclr.config import UserError
+from adclr.decode import Pixels
+from adclr.progress import track
+
+Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read
+SAMPLE = 48  # images from which the size of all is guessed
+MARGIN = 1.5  # of the guess, before the collection counts as too large
+HOST_SHARE, GPU_SHARE = 0.5, 0.25  # of the free memory that `auto` takes
+AHEAD = 64  # images decoded ahead of the one that is stored
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may be filled."""
+
+    host: float
+    gpu: float  # 0 without one
+
+
+class Store:
+    """All images end to end, each C×height×width."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+        self.on_gpu = packed.bytes.device.type == "cuda"
+
+    def select(self, indices: NDArray[np.int64]) -> Packed:
+        """A batch without a copy: the same bytes, other places."""
+        whole = self.packed
+        return Packed(whole.bytes, whole.offsets[indices], whole.sizes[indices], whole.num_channels)
+
+    def image(self, index: int) -> Pixels:
+        whole, (height, width) = self.packed, self.packed.sizes[index]
+        start, shape = int(whole.offsets[index]), (whole.num_channels, int(height), int(width))
+        pixels: Pixels = whole.bytes[start : start + int(np.prod(shape))].numpy().reshape(shape)
+        return pixels
+
+    @property
+    def gib(self) -> float:
+        return self.packed.bytes.numel() / GIB
+
+
+def guess(read: Read, count: int, pool: ThreadPoolExecutor) -> float:
+    """Bytes of a whole collection, from a few of its images."""
+    chosen = np.linspace(0, count - 1, min(SAMPLE, count)).astype(int)
+    found = [pixels.size for pixels in pool.map(read, (int(i) for i in chosen)) if pixels is not None]
+    return count * float(np.mean(found)) if found else 0.0
+
+
+def make(
+    mode: Literal["auto", "off", "ram", "gpu"],
+    read: Read,
+    count: int,
+    num_workers: int,
+    room: Room,
+    device: torch.device,
+    show: bool = True,
+) -> Store | None:
+    """The store that a setting asks for; None for none."""
+    if mode == "gpu" and device.type != "cuda":
+        raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
+    if mode == "off":
+        return None
+    with ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="cache") as pool:
+        try:
+            size = guess(read, count, pool)
+            place = _place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
+            if place is None:
+                return None
+            packed = _fill(read, count, pool, min(room.host, MARGIN * size + 2**26), show)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    if packed is None:
+        if mode == "auto":
+            return None
+        raise UserError(f"the images do not fit into memory as data.cache={mode} wants; set data.cache=auto")
+    return Store(packed.to(device) if place == "gpu" else packed)
+
+
+def _place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
+    if mode == "auto":
+        if room.gpu and MARGIN * size <= min(GPU_SHARE * room.gpu, room.host):
+            return "gpu"
+        return "ram" if MARGIN * size <= HOST_SHARE * room.host else None
+    largest = min(room.gpu, room.host) if mode == "gpu" else room.host
+    if size > largest:
+        raise UserError(
+            f"data.cache={mode} needs about {size / GIB:.1f} GiB and {largest / GIB:.1f} are free; "
+            "set data.max_side to shrink the images, or data.cache=auto"
+        )
+    return "gpu" if mode == "gpu" else "ram"
+
+
+def _fill(read: Read, count: int, pool: ThreadPoolExecutor, capacity: float, show: bool) -> Packed | None:
+    """All images; None if they are more than `capacity`. An unreadable one has the place of the next that is not."""
+    buffer = torch.empty(int(capacity), dtype=torch.uint8)  # the system gives pages only as they are written
+    offsets, sizes = np.full(count, -1, np.int64), np.zeros((count, 2), np.int64)
+    used = channels = 0
+    for index, pixels in enumerate(track(_ahead(read, count, pool), "decoding into memory", count, show)):
+        if pixels is None:
+            continue
+        if used + pixels.size > len(buffer):
+            return None
+        buffer[used : used + pixels.size] = torch.from_numpy(pixels.reshape(-1))
+        offsets[index], sizes[index], channels = used, pixels.shape[1:], len(pixels)
+        used += pixels.size
+    readable = np.flatnonzero(offsets >= 0)
+    if not len(readable):
+        return None
+    following = readable[np.searchsorted(readable, np.arange(count)) % len(readable)]
+    return Packed(buffer[:used], offsets[following], sizes[following], channels)
+
+
+def _ahead(read: Read, count: int, pool: ThreadPoolExecutor) -> Iterator[Pixels | None]:
+    """Images in order, decoded by many threads, few of them waiting."""
+    waiting: deque[Future[Pixels | None]] = deque()
+    for index in range(count):
+        waiting.append(pool.submit(read, index))
+        if len(waiting) > AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

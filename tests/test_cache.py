@@ -1,0 +1,129 @@
+"""What is kept in memory is what would have been decoded, wherever it is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import adclr as package
+from adclr import cache
+from adclr.cache import GIB, Room, Store
+from adclr.config import UserError
+from adclr.decode import Decoder, Pixels
+from adclr.feed import Feed
+from adclr.runs import Run
+from adclr.sources import ImageFolder
+from tiny import TINY
+
+CPU = torch.device("cpu")
+PLENTY = Room(4 * GIB, 0)
+
+
+@pytest.fixture
+def data(images: Path, tmp_path: Path) -> Path:
+    """32 images, three of which cannot be read: two neighbours and the last."""
+    folder = tmp_path / "data"
+    shutil.copytree(images / "train", folder)
+    paths = sorted(folder.rglob("*.png"))
+    for path in (paths[5], paths[6], paths[-1]):
+        path.write_bytes(b"")
+    return folder
+
+
+def pretrain(data: Path, out: Path, **changes: Any) -> Run:
+    return package.pretrain(data, out=out, recipe="adclr_small", **(TINY | changes))
+
+
+def test_training_is_the_same_with_and_without(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        pretrain(data, tmp_path / "off", cache="off"),
+        pretrain(data, tmp_path / "ram", cache="ram"),
+        pretrain(data, tmp_path / "none", cache="ram", num_workers=0),
+    ]
+    monkeypatch.setattr(Store, "on_gpu", True, raising=False)
+    monkeypatch.setattr(Store, "__init__", lambda self, packed: setattr(self, "packed", packed))
+    runs.append(pretrain(data, tmp_path / "gpu", cache="ram"))  # batches by place, as on a GPU
+    runs.append(pretrain(data, tmp_path / "gpu0", cache="ram", num_workers=0))
+    for run in runs[1:]:
+        assert (run.path / "metrics.jsonl").read_text() == (runs[0].path / "metrics.jsonl").read_text()
+        listed = sorted(row["path"] for row in run.rows("quarantine.jsonl"))
+        assert listed == sorted(row["path"] for row in runs[0].rows("quarantine.jsonl"))
+        assert len(listed) == 3
+        assert json.loads((run.path / "provenance.json").read_text())[0]["cache"] == "0.000 GiB"
+    assert json.loads((runs[0].path / "provenance.json").read_text())[0]["cache"] is None
+
+
+def test_a_store_holds_every_image_and_the_next_for_one_that_is_broken(data: Path) -> None:
+    plain, stored = (Feed(ImageFolder(data), 3, Decoder()) for _ in range(2))
+    store = cache.make("auto", stored.read, 32, 3, PLENTY, CPU, show=False)
+    assert store is not None
+    for index in range(32):
+        assert np.array_equal(store.image(index), plain.image(index))
+    batch = store.select(np.array([6, 2, 31]))
+    for place, index in enumerate((6, 2, 31)):
+        height, width = batch.sizes[place]
+        start = batch.offsets[place]
+        flat = batch.bytes[start : start + 3 * height * width].numpy()
+        assert np.array_equal(flat.reshape(3, height, width), plain.image(index))
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "room", "place"),
+    [
+        ("auto", 1, Room(100, 100), "gpu"),
+        ("auto", 16, Room(100, 100), "gpu"),  # 16 · 1.5 <= a quarter of the GPU
+        ("auto", 17, Room(100, 100), "ram"),
+        ("auto", 33, Room(100, 100), "ram"),
+        ("auto", 34, Room(100, 100), None),  # 34 · 1.5 > half of the memory
+        ("auto", 1, Room(100, 0), "ram"),
+        ("ram", 99, Room(100, 0), "ram"),
+        ("gpu", 99, Room(100, 100), "gpu"),
+    ],
+)
+def test_where_a_collection_is_kept(mode: str, size: float, room: Room, place: str | None) -> None:
+    assert cache._place(mode, size, room) == place
+
+
+def test_a_collection_that_does_not_fit() -> None:
+    with pytest.raises(UserError, match=r"data\.cache=ram needs about 2\.0 GiB and 1\.0 are free"):
+        cache._place("ram", 2 * GIB, Room(GIB, 0))
+    with pytest.raises(UserError, match="the run is not on a GPU"):
+        cache.make("gpu", lambda index: None, 5, 1, PLENTY, CPU)
+    small, large = np.zeros((3, 2, 2), np.uint8), np.zeros((3, 5000, 5000), np.uint8)
+
+    def read(index: int) -> Pixels:  # the guess sees only small ones
+        chosen = set(np.linspace(0, 999, cache.SAMPLE).astype(int).tolist())
+        return small if index in chosen else large
+
+    assert cache.make("auto", read, 1000, 2, PLENTY, CPU, show=False) is None
+    with pytest.raises(UserError, match="do not fit"):
+        cache.make("ram", read, 1000, 2, PLENTY, CPU, show=False)
+    assert cache.make("off", read, 1000, 2, PLENTY, CPU) is None
+    assert cache.make("auto", lambda index: None, 10, 2, PLENTY, CPU) is None  # nothing can be read
+
+
+def test_an_error_in_a_thread_reaches_the_caller() -> None:
+    def read(index: int) -> Pixels:
+        if index == 70:
+            raise UserError("number 70 is the last straw")
+        return np.zeros((3, 2, 2), np.uint8)
+
+    with pytest.raises(UserError, match="number 70"):
+        cache.make("ram", read, 100, 2, PLENTY, CPU, show=False)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(cache._ahead(lambda index: None, 200, pool)) == [None] * 200
+
+
+def test_larger_images_are_resized_to_a_longest_side(images: Path, tmp_path: Path) -> None:
+    source = ImageFolder(images / "train")
+    assert Decoder(max_side=24)(source.read(0)).shape == (3, 24, 24)
+    assert Decoder(max_side=20)(source.read(0)).shape == (3, 20, 20)
+    run = pretrain(images / "train", tmp_path / "run", max_side=18)
+    assert run.finished
