@@ -127,7 +127,7 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
         else:
             assert line == "pip install ."  # tested with the wheel above
             continue
-        if "--out" in parts:
+        if "--out" in parts and "doctor" not in parts:
             parts += tiny_words
         run(*parts, cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}

@@ -64,7 +64,12 @@ def parser() -> Parser:
     evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
-    main.set_defaults(parsers={"demo": demo, "pretrain": pretrain, "evaluate": evaluate})
+
+    doctor = commands.add_parser("doctor", help="what is wrong with a collection of images", add_help=False)
+    doctor.add_argument("data", nargs="?", metavar="DATA", help="folder, .txt list, .tar shards or hf:PATH")
+    doctor.add_argument("--out", default="runs/doctor", metavar="DIR", help="where the report goes (%(default)s)")
+    doctor.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+    main.set_defaults(parsers={"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor})
     return main
 
 
@@ -94,7 +99,8 @@ def _main(arguments: list[str]) -> None:
     from adclr.config import UserError
 
     try:
-        {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate}[options.command](options, words)
+        commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor}
+        commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -106,7 +112,8 @@ def _main(arguments: list[str]) -> None:
         )
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        if options.command == "evaluate" or not options.out or not any(Path(options.out).glob("**/checkpoints/step_*")):
+        trains = options.command in ("demo", "pretrain") and options.out
+        if not trains or not any(Path(options.out).glob("**/checkpoints/step_*")):
             raise
         print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
@@ -182,6 +189,18 @@ def _score_file(name: str, settings: Any) -> Path:
     told = settings.model_copy(update={"weights": "", "data": data}).model_dump_json()
     file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
     return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
+
+
+def _doctor(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, doctor
+
+    if options.help:
+        options.parsers["doctor"].print_help()
+        _print_settings(doctor.Settings, "settings:")
+        return
+    if not options.data:
+        options.parsers["doctor"].error("no images were named; give the folder that holds them")
+    doctor.run(options.data, Path(options.out), config.build(doctor.Settings, config.parse_words(words)))
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

@@ -1,0 +1,224 @@
+"""What is wrong with a collection of images, before any GPU hour is spent on it."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import Field
+
+from adclr import auto
+from adclr.collection import open_source
+from adclr.config import Count, Section, UserError
+from adclr.decode import FORMATS, Decoder, Pixels, Unreadable
+from adclr.progress import track
+from adclr.runs import check_writable, provenance, write_atomically, write_json
+from adclr.settings import Data
+from adclr.sources import Source
+
+TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
+STRETCHED = 4.0  # longer side over shorter
+FLAT = 8  # levels of 256 between the least and the most of every channel; a compressed plain colour has some
+SHOWN, CELL = 48, 96  # images of the contact sheet, and their pixels
+LISTED = 5  # examples named for each kind of trouble
+BINS = (32, 64, 128, 224, 320, 480, 640, 1024, 2048, 4096)
+DEEP_MODES = ("I", "F")
+
+
+class Settings(Section):
+    max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
+    num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
+    num_workers: Count | None = Field(None, description="threads; null: one for each CPU core")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One image."""
+
+    path: str
+    bytes: int
+    digest: str  # of the file
+    problem: str | None = None  # why it cannot be used; what follows then says nothing
+    format: str = ""
+    mode: str = ""
+    height: int = 0
+    width: int = 0
+    flat: bool = False
+
+    @property
+    def stretched(self) -> bool:
+        return max(self.height, self.width) > STRETCHED * min(self.height, self.width)
+
+
+def examine(source: Source, index: int, decoder: Decoder) -> Finding:
+    """Reads, decodes and looks at one image."""
+    path = source.paths[index]
+    try:
+        data = source.read(index)
+    except OSError as error:
+        return Finding(path, 0, "", str(error.strerror or error))
+    digest = blake2b(data, digest_size=16).hexdigest()
+    try:
+        pixels = decoder(data)
+        format_, mode = "TIFF", f"{decoder.num_channels} bands"
+        if decoder.num_channels in (1, 3):
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                format_, mode = image.format or "", image.mode
+    except Unreadable as error:
+        return Finding(path, len(data), digest, str(error))
+    flat = bool(np.ptp(pixels, axis=(1, 2)).max() <= FLAT)
+    _, height, width = pixels.shape
+    return Finding(path, len(data), digest, None, format_, mode, height, width, flat)
+
+
+def examined(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:
+    """All of them, in order; few wait at a time, since each holds a decoded image while it is looked at."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        numbers = iter(range(len(source)))
+        waiting = [pool.submit(examine, source, i, decoder) for i in islice(numbers, 4 * num_workers)]
+        for place in range(len(source)):
+            yield waiting[place % len(waiting)].result()
+            following = next(numbers, None)
+            if following is not None:
+                waiting[place % len(waiting)] = pool.submit(examine, source, following, decoder)
+
+
+def diagnose(found: Sequence[Finding], memory: int | None) -> dict[str, Any]:
+    """The numbers, the troubles with examples, and the advice."""
+    good = [finding for finding in found if finding.problem is None]
+    copies = Counter(finding.digest for finding in good)
+    first: set[str] = set()
+    duplicates = []
+    for finding in good:
+        if copies[finding.digest] > 1 and finding.digest in first:
+            duplicates.append(finding)
+        first.add(finding.digest)
+    sides = np.array([min(finding.height, finding.width) for finding in good])
+    troubles = {
+        "unreadable": [f"{finding.path}: {finding.problem}" for finding in found if finding.problem is not None],
+        "duplicates": [finding.path for finding in duplicates],
+        "tiny": [finding.path for finding in good if min(finding.height, finding.width) < TINY],
+        "stretched": [finding.path for finding in good if finding.stretched],
+        "constant": [finding.path for finding in good if finding.flat],
+    }
+    report: dict[str, Any] = {
+        "images": len(found),
+        "readable": len(good),
+        "gigabytes": sum(finding.bytes for finding in found) / 1e9,
+        "formats": dict(Counter(finding.format for finding in good).most_common()),
+        "modes": dict(Counter(finding.mode for finding in good).most_common()),
+        "shorter_side": _spread(sides),
+        "histogram": _histogram(sides),
+        "troubles": troubles,
+        "advice": [],
+    }
+    report["advice"] = _advice(report, good, memory)
+    return report
+
+
+def _spread(sides: np.ndarray[Any, Any]) -> dict[str, int]:
+    if not len(sides):
+        return {}
+    return {name: int(np.quantile(sides, q)) for name, q in (("least", 0), ("median", 0.5), ("most", 1))}
+
+
+def _histogram(sides: np.ndarray[Any, Any]) -> dict[str, int]:
+    """How many shorter sides lie in each range of pixels."""
+    edges = [0, *BINS, 2**31]
+    counts, _ = np.histogram(sides, edges)
+    names = [f"<{BINS[0]}", *(f"{a}-{b - 1}" for a, b in pairwise(BINS)), f">={BINS[-1]}"]
+    return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+
+def _advice(report: dict[str, Any], good: Sequence[Finding], memory: int | None) -> list[str]:
+    if not good:
+        return ["nothing here can be read; look at the reasons above"]
+    choice = auto.choose(len(good), report["shorter_side"]["median"], memory)
+    words = [f"{key}={value}" for key, value in choice.settings.items()]
+    advice = [f"--recipe {choice.recipe} {' '.join(words)}".rstrip(), *choice.reasons]
+    counts = {name: len(paths) for name, paths in report["troubles"].items()}
+    share = counts["unreadable"] / report["images"]
+    if share > Data().max_unreadable:
+        advice.append(f"{share:.0%} cannot be read, at which a run stops; mend them or raise data.max_unreadable")
+    if counts["duplicates"] > 0.01 * len(good):
+        advice.append(f"{counts['duplicates']} files are copies of others; what is shown twice is learned twice")
+    if counts["tiny"] > 0.1 * len(good):
+        advice.append(f"{counts['tiny']} images are smaller than {TINY} pixels and will be enlarged; leave them out")
+    deep = sum(finding.mode.startswith(DEEP_MODES) for finding in good)
+    if deep:
+        advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
+    grey = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)
+    if grey == len(good):
+        advice.append("all images are grey; model.num_channels=1 data.mean=[0.5] data.std=[0.25] trains on one channel")
+    return advice
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [
+        f"{report['images']} images, {report['gigabytes']:.2f} GB; {report['readable']} can be read",
+        "formats: " + (", ".join(f"{name} {count}" for name, count in report["formats"].items()) or "none"),
+        "modes:   " + (", ".join(f"{name} {count}" for name, count in report["modes"].items()) or "none"),
+    ]
+    if report["shorter_side"]:
+        spread = report["shorter_side"]
+        lines += ["", f"shorter side: {spread['least']} to {spread['most']} pixels, median {spread['median']}"]
+        most = max(report["histogram"].values())
+        for name, count in report["histogram"].items():
+            lines.append(f"  {name:>10}  {'█' * max(1, round(40 * count / most))} {count}")
+    for name, examples in report["troubles"].items():
+        if examples:
+            lines += ["", f"{name}: {len(examples)}", *(f"  {example}" for example in examples[:LISTED])]
+            if len(examples) > LISTED:
+                lines.append(f"  and {len(examples) - LISTED} more")
+    return "\n".join([*lines, "", "advice:", *(f"  {line}" for line in report["advice"])])
+
+
+def contact_sheet(source: Source, found: Sequence[Finding], decoder: Decoder) -> Image.Image | None:
+    """Images spread over the collection, each whole, in equal cells."""
+    good = [index for index, finding in enumerate(found) if finding.problem is None]
+    if not good:
+        return None
+    chosen = [good[i] for i in np.linspace(0, len(good) - 1, min(SHOWN, len(good))).astype(int)]
+    columns = min(8, len(chosen))
+    sheet = Image.new("RGB", (columns * CELL, -(-len(chosen) // columns) * CELL), "white")
+    for place, index in enumerate(chosen):
+        pixels: Pixels = decoder(source.read(index))
+        shown = pixels if len(pixels) == 3 else pixels[[0, 0, 0]]
+        picture = Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))
+        picture.thumbnail((CELL - 4, CELL - 4))
+        left, top = place % columns * CELL, place // columns * CELL
+        sheet.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
+    return sheet
+
+
+def run(data: str, out: Path, settings: Settings) -> dict[str, Any]:
+    """Examines a collection; writes doctor.json, doctor.txt and contact_sheet.png to `out`; returns the report."""
+    check_writable(out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
+    source = open_source(data)
+    decoder = Decoder(settings.max_pixels, settings.num_channels)
+    workers = settings.num_workers or auto.cpu_count()
+    found = list(track(examined(source, decoder, workers), "examining", len(source)))
+    report = {"data": str(data)} | diagnose(found, auto.gpu_bytes("auto"))
+    text = describe(report)
+    print(text)
+    write_json(out / "doctor.json", report | {"provenance": provenance()})
+    write_atomically(out / "doctor.txt", (text + "\n").encode("utf-8", "backslashreplace"))
+    sheet = contact_sheet(source, found, decoder)
+    if sheet is not None:
+        buffer = io.BytesIO()
+        sheet.save(buffer, format="PNG")
+        write_atomically(out / "contact_sheet.png", buffer.getvalue())
+    print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
+    return report
