@@ -13,6 +13,7 @@ from adclr.augment import Packed, pack, render
 from adclr.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
 from adclr.augment.resample import resample
 from adclr.draws import key_of
+from adclr.settings import Settings
 from adclr.views import plan
 from tiny import tiny
 
@@ -151,3 +152,32 @@ def test_a_query_is_the_raw_image_resized_and_normalised() -> None:
     theirs = torch.from_numpy(np.asarray(crop.resize((4, 4), Image.Resampling.BICUBIC)).copy()).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (settings.data.mean, settings.data.std))
     assert (views.queries[0, 1] * std + mean - theirs).abs().mean() < 1 / 255
+
+
+def photographs() -> list[np.ndarray]:
+    """Two real ones, 427×640, that come with scikit-learn."""
+    from sklearn.datasets import load_sample_images
+
+    return [np.ascontiguousarray(image.transpose(2, 0, 1)) for image in load_sample_images().images]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("global_crops", 224), ("local_crops", 96), ("queries", 16), ("queries", 8)]
+)
+def test_views_of_photographs_are_pillows(kind: str, size: int) -> None:
+    """The boxes that are really drawn, at the sizes that are really made."""
+    images = photographs()
+    keys = np.array([key_of("china"), key_of("flower")], np.uint64)
+    made = plan(Settings(), 0, keys, np.array([image.shape[1:] for image in images]))
+    crops = getattr(made, kind)
+    packed = pack(images)
+    for number, image in enumerate(images):
+        which = np.full(crops.boxes.shape[1], number)
+        found = crops_of(packed, which.tolist(), crops.boxes[number], crops.flip[number].tolist(), size)
+        for crop, (top, left, height, width), flip in zip(found, crops.boxes[number], crops.flip[number], strict=True):
+            theirs = Image.fromarray(image.transpose(1, 2, 0)).crop((left, top, left + width, top + height))
+            theirs = theirs.resize((size, size), Image.Resampling.BICUBIC)
+            if flip:
+                theirs = theirs.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            expected = torch.from_numpy(np.asarray(theirs).transpose(2, 0, 1).copy()).float()
+            assert (crop * 255 - expected).abs().mean() <= 1

@@ -15,6 +15,8 @@ def test_layers_win_in_order_and_names_may_be_short_or_nested() -> None:
 def test_words_are_yaml() -> None:
     values = parse_words(["lr=1e-3", "views.global_scale=[0.3, 1]", "clip_norm=null", "labels=true", "probe.data=a=b"])
     settings = build(Settings, values)
+    words = parse_words(["a=off", "b=no", "c=1:30", "d=2026-11-15", "e=0x10", "f=~", "g=", "h=-3", "i=.inf", "j=True"])
+    assert list(words.values()) == ["off", "no", "1:30", "2026-11-15", "0x10", None, None, -3, float("inf"), True]
     assert settings.optim.lr == 1e-3
     assert settings.views.global_scale == (0.3, 1.0)
     assert settings.optim.clip_norm is None

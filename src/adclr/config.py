@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -106,6 +107,18 @@ class _Loader(yaml.SafeLoader):
             if names.count(name) > 1:
                 raise yaml.YAMLError(f"'{name}' is there twice")
         return super().construct_mapping(node, deep)
+
+
+# Scalars as YAML 1.2 has them: 'off' and 'no' are words, 1:30 is no number, 1e-3 is one.
+_PLAIN = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "null": r"~|null|Null|NULL|",
+}
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern in _PLAIN.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), None)
 
 
 def load_yaml(text: str, what: str) -> Any:

@@ -108,7 +108,7 @@ class Decoder:
                 return np.repeat(grey[None], self.num_channels, axis=0)
             mode = "L" if self.num_channels == 1 else "RGB"
             array = np.asarray(upright if upright.mode == mode else upright.convert(mode))
-            return np.ascontiguousarray(array.transpose(2, 0, 1) if array.ndim == 3 else array[None])
+            return np.array(array.transpose(2, 0, 1) if array.ndim == 3 else array[None], order="C")  # its own memory
 
     def _deep_png(self, data: bytes) -> Pixels:
         """Colours of 16 bits, of which Pillow would keep the upper 8."""
