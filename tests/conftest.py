@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before any kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from adclr import scenes
 from tiny import Adclr, adclr_command

@@ -1,0 +1,140 @@
+"""The Triton kernels against the plain operations; on a machine without a GPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from adclr import augment, scenes
+from adclr.augment import kernels
+from adclr.draws import key_of
+from adclr.settings import Settings
+from adclr.views import plan
+from tiny import tiny
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.fixture(autouse=True)
+def larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a small block as for a large one."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels, "ROWS", 128)
+        monkeypatch.setattr(kernels, "PIXELS", 2**16)
+
+
+def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, images = tiny(num_local=0, num_queries=2), pictures()[1:2]
+    large, _ = both(settings, "queries", images)
+    monkeypatch.setattr(kernels, "ROWS", 8)
+    monkeypatch.setattr(kernels, "PIXELS", 8)
+    small, slow = both(settings, "queries", images)
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-4)
+    torch.testing.assert_close(small, slow, rtol=0, atol=0.02)
+
+
+def pictures(channels: int = 3) -> list[np.ndarray]:
+    made = []
+    for index, (height, width) in enumerate([(64, 50), (33, 90), (120, 40), (9, 7)]):
+        image = Image.fromarray(scenes.scene(1, index, 96).image).resize((width, height))
+        made.append(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)[np.arange(channels) % 3]))
+    return made
+
+
+def both(settings: Settings, kind: str, images: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kernels, plain) views of one kind, brought back to 0..255."""
+    packed = augment.pack(images).to(DEVICE)
+    keys = np.array([key_of(str(number)) for number in range(len(images))], np.uint64)
+    crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
+    channels = packed.num_channels
+    mean, std = (np.resize(numbers, channels).tolist() for numbers in (MEAN, STD))
+    fast = kernels.render_crops(packed, crops, tuple(mean), tuple(std)).cpu()
+    plain = augment._render(packed, crops, tuple(mean), tuple(std)).cpu()
+    assert fast.shape == plain.shape
+
+    def pixels(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)) * 255
+
+    return pixels(fast), pixels(plain)
+
+
+def test_crops_resized_and_flipped() -> None:
+    plain = tiny(num_queries=6, jitter=0, grey=0, global_blur=(0, 0), local_blur=0, solarise=(0, 0))
+    for kind in ("global_crops", "local_crops", "queries"):
+        fast, slow = both(plain, kind, pictures())
+        torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["global_crops", "local_crops"])
+def test_everything_together(kind: str) -> None:
+    settings = tiny(jitter=0.9, grey=0.4, global_blur=(0.7, 0.7), local_blur=0.5, solarise=(0.4, 0.6), num_local=4)
+    fast, slow = both(settings, kind, pictures())
+    # a pixel at the edge of solarising may fall on either side
+    assert (fast - slow).abs().mean() < 0.1
+    assert ((fast - slow).abs() > 0.1).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_each_step_of_the_jitter_alone(step: int) -> None:
+    names = ("brightness", "contrast", "saturation", "hue")
+    off = dict.fromkeys(names, 0.0)
+    settings = tiny(**(off | {names[step]: 0.4}), jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0))
+    fast, slow = both(settings, "global_crops", pictures())
+    torch.testing.assert_close(fast, slow, rtol=0, atol=0.03)
+    still, _ = both(tiny(**off, jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0)), "global_crops", pictures())
+    assert (fast - still).abs().mean() > 1  # the step does something
+
+
+def test_blur_alone() -> None:
+    for sigma in ((0.1, 0.1), (2.0, 2.0)):
+        settings = tiny(jitter=0, grey=0, global_blur=(1, 1), blur_sigma=sigma, solarise=(0, 0))
+        fast, slow = both(settings, "global_crops", pictures()[:2])
+        torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_other_channels(channels: int) -> None:
+    numbers = {"model.num_channels": channels, "mean": [0.5] * channels, "std": [0.25] * channels}
+    fast, slow = both(tiny(**numbers, global_blur=(1, 1)), "global_crops", pictures(channels))
+    torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+
+
+def test_a_view_does_not_hang_on_its_neighbours_by_one_bit() -> None:
+    images, settings = pictures(), tiny(jitter=1, global_blur=(1, 1))
+    keys = np.array([key_of(str(number)) for number in range(4)], np.uint64)
+
+    def views(chosen: list[int]) -> torch.Tensor:
+        packed = augment.pack([images[i] for i in chosen]).to(DEVICE)
+        crops = plan(settings, 0, keys[chosen], packed.sizes).global_crops
+        return kernels.render_crops(packed, crops, MEAN, STD)
+
+    assert torch.equal(views([0, 1, 2, 3])[:, 2], views([2])[:, 0])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "queries",
+        pytest.param("local_crops", marks=pytest.mark.full),
+        pytest.param("global_crops", marks=pytest.mark.full),
+    ],
+)
+def test_photographs_are_pillows(kind: str) -> None:
+    """The sizes and boxes that are really used, of a real photograph."""
+    from sklearn.datasets import load_sample_images
+
+    photo = np.ascontiguousarray(load_sample_images().images[0].transpose(2, 0, 1))
+    still = {"jitter": 0, "grey": 0, "global_blur": (0, 0), "local_blur": 0, "solarise": (0, 0), "flip": 0}
+    views = Settings().views.model_copy(update=still | {"num_local": 2, "num_queries": 3})
+    settings = Settings().model_copy(update={"views": views})
+    packed = augment.pack([photo]).to(DEVICE)
+    crops = getattr(plan(settings, 0, np.array([key_of("china")], np.uint64), packed.sizes), kind)
+    found = kernels.render_crops(packed, crops, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)).cpu()[:, 0]
+    for crop, (top, left, height, width) in zip(found, crops.boxes[0], strict=True):
+        theirs = Image.fromarray(photo.transpose(1, 2, 0)).crop((left, top, left + width, top + height))
+        theirs = theirs.resize((crops.size, crops.size), Image.Resampling.BICUBIC)
+        expected = torch.from_numpy(np.asarray(theirs).transpose(2, 0, 1).copy()).float()
+        assert (crop * 255 - expected).abs().mean() <= 1
