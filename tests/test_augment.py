@@ -11,7 +11,7 @@ from PIL import Image
 from adclr import scenes
 from adclr.augment import Packed, pack, render
 from adclr.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
-from adclr.augment.resample import resample
+from adclr.augment.resample import resample, resample_each
 from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
@@ -28,8 +28,12 @@ IMAGES = [picture(0, 256, 256), picture(1, 101, 190), picture(2, 150, 64), pictu
 
 
 def crops_of(packed: Packed, which: list[int], boxes: np.ndarray, flip: list[bool], size: int) -> torch.Tensor:
+    """Made all at once and one by one, which must agree."""
     index = np.array(which)
-    return resample(packed.bytes, packed.offsets[index], packed.sizes[index], boxes, np.array(flip), size)
+    where = packed.bytes, packed.offsets[index], packed.sizes[index], boxes, np.array(flip), size
+    together, alone = resample(*where), resample_each(*where)
+    torch.testing.assert_close(together * 255, alone * 255, rtol=0, atol=0.02)
+    return together
 
 
 @pytest.mark.parametrize("size", [224, 96, 48, 16, 8])

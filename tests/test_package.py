@@ -182,3 +182,11 @@ def test_the_citation_is_readable() -> None:
     assert cited["version"] == adclr.__version__
     assert cited["license"] == "Apache-2.0"
     assert f"## {adclr.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+def test_the_benchmark_of_the_data_path_runs() -> None:
+    small = ("--images", 4, "--side", 64, "--batch", 2, "--repeats", 1)
+    text = run(sys.executable, ROOT / "benchmarks" / "data.py", *small)
+    for stage in ("read + decode", "views, plain", "all, from files", "all, from the cache", "ours over theirs"):
+        assert stage in text

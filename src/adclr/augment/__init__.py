@@ -1,8 +1,7 @@
 """How views are made: `render(packed images, plan) -> Views`, in batch, on the device the images lie on.
 
 This is the plain reference in torch operations, right on every device. A view depends on its own image and plan alone,
-to the bit on a CPU: sums run over taps in order, never through a matrix product whose blocking could change with the
-neighbours.
+to the bit on a CPU: nothing goes through a matrix product whose blocking could change with the neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from adclr import views as planning
 from adclr.augment.photometric import photometric
-from adclr.augment.resample import resample
+from adclr.augment.resample import resample, resample_each
 from adclr.augment.transfer import send
 
 
@@ -87,7 +86,7 @@ def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std:
     def flat(array: NDArray[Any]) -> NDArray[Any]:
         return array.reshape(batch * count, *array.shape[2:])[by_view]
 
-    x = resample(
+    x = (resample if device.type == "cuda" else resample_each)(
         packed.bytes,
         packed.offsets[image],
         packed.sizes[image],
