@@ -74,6 +74,12 @@ def test_shards_are_read_at_random(folder: ImageFolder, tmp_path: Path) -> None:
         open_labelled(tmp_path)
 
 
+def test_an_archive_beside_photos_is_not_the_collection(folder: ImageFolder, tmp_path: Path) -> None:
+    shutil.copytree(folder.root, tmp_path / "photos")
+    write_tar(tmp_path / "photos" / "backup.tar", {"old.png": folder.read(0)})
+    assert open_source(tmp_path / "photos").paths == folder.paths
+
+
 def test_labels_beside_the_images_of_a_shard(folder: ImageFolder, tmp_path: Path) -> None:
     files = {"a.b.png": folder.read(0), "a.cls": b"3\n", "c.png": folder.read(1), "d.txt": b"no", "e.cls": b"7" * 999}
     write_tar(tmp_path / "x.tar", files)
@@ -183,7 +189,9 @@ def test_an_index_is_kept_and_used_while_it_is_true(
         open_source(data, index)
     monkeypatch.setattr(sources, "index_folder", search)
     assert len(open_source(data, index)) == len(found) + 1
-    assert len(open_source(folder.root, index)) == len(folder)  # an index of another folder is no use
+    assert len(open_source(folder.root, index)) == len(folder)  # an index of another folder is no use,
+    below = next(path for path in data.iterdir() if path.is_dir())
+    assert open_source(below, index).paths == ImageFolder(below).paths  # nor is that of the folder above
     for damage in (b"", b"PK", index.read_bytes()[:200]):
         index.write_bytes(damage)
         assert len(open_source(data, index)) == len(found) + 1

@@ -12,7 +12,7 @@ from adclr.config import UserError
 from adclr.huggingface import HuggingFace
 from adclr.listing import Listing
 from adclr.shards import TarShards
-from adclr.sources import FileList, ImageFolder, Source
+from adclr.sources import SUFFIXES, FileList, ImageFolder, Source
 
 LISTS = (".txt", ".lst", ".list")
 
@@ -32,11 +32,15 @@ def open_source(where: str | Path, index: Path | None = None) -> Source:
         raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
     if os.path.isdir(text):
         shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
-        if shards:
+        if shards and not _holds_images(text):  # a forgotten archive beside photos is not the collection
             return TarShards(text, shards, _known(index))
     known = _known(index)
-    inside = known is not None and os.path.abspath(text) in known.facts
-    return ImageFolder(text, known if inside else None)
+    same = known is not None and next(iter(known.facts)) == os.path.abspath(text)
+    return ImageFolder(text, known if same else None)
+
+
+def _holds_images(folder: str) -> bool:
+    return any(file.lower().endswith(SUFFIXES) for _, _, files in os.walk(folder) for file in files)
 
 
 def _known(index: Path | None) -> Listing | None:

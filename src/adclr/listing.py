@@ -54,6 +54,8 @@ def load(path: Path) -> Listing | None:
     except Exception:  # whatever is wrong with it, the collection can be indexed again
         return None
     shape = (len(found.names), 3)
+    if not found.names or not found.facts:
+        return None
     return found if found.places.shape in (shape, (0, 3)) and len(found.labels) in (0, shape[0]) else None
 
 

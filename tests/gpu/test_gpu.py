@@ -233,3 +233,17 @@ def test_batches_are_pinned(tmp_path: Path) -> None:
     feed = Feed(source, 4, Decoder(), pin=True)
     batch: Batch = next(feed.batches([(0, np.arange(8))], lambda e, k, s: plan(settings, e, k, s)))
     assert batch.packed.bytes.is_pinned()
+
+
+def test_a_run_from_the_gpu_cache_sees_what_a_run_from_files_sees(tmp_path: Path) -> None:
+    images = write_scenes(tmp_path / "scenes")
+    losses = {}
+    for cache in ("off", "ram", "gpu", "auto"):
+        run = package.pretrain(
+            images / "train", out=tmp_path / cache, recipe="adclr_small", **(TINY | {"device": "cuda", "cache": cache})
+        )
+        losses[cache] = [row["loss"] for row in run.rows("metrics.jsonl")]
+        kept = json.loads((run.path / "provenance.json").read_text())[0]["cache"]
+        assert (kept is None) == (cache == "off")
+    for cache in ("ram", "gpu", "auto"):
+        assert losses[cache] == pytest.approx(losses["off"], rel=1e-2)
