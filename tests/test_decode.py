@@ -210,3 +210,52 @@ def test_headers_that_lie_are_no_way_in() -> None:
             data[place] = rng.integers(256)
         with contextlib.suppress(Unreadable):
             assert Decoder(10**6)(bytes(data)).dtype == np.uint8
+
+
+def hidden_frame() -> bytes:
+    """A JPEG whose small frame header stands in a place that decoders pass over."""
+    good = encoded(PHOTO.resize((200, 200)), "JPEG")
+    fake = b"\xff\x00\x00\x04\x00\x00" + b"\xff\xc0\x00\x0b\x08\x00\x08\x00\x08\x01\x01\x11\x00"
+    return good[:2] + fake + good[2:]
+
+
+def early_chunk() -> bytes:
+    """A PNG with a chunk before its header that claims to be small."""
+    data = deep_png(np.zeros((3, 100, 100), np.uint16))
+    body = b"abCd" + (5).to_bytes(4, "big") * 2 + bytes([16, 2, 0, 0, 0])
+    return data[:8] + (13).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big") + data[8:]
+
+
+@pytest.mark.parametrize("data", [hidden_frame(), early_chunk()], ids=["jpeg", "png"])
+def test_the_limit_cannot_be_got_round(data: bytes) -> None:
+    with pytest.raises(Unreadable):
+        Decoder(1000)(data)
+
+
+def test_deep_colours_in_tiff_and_grey_with_transparency() -> None:
+    import tifffile
+
+    values = np.array([[0, 2048, 4095]], np.uint16)
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, np.stack([values] * 3, axis=-1), photometric="rgb")
+    assert Decoder(max_value=4095)(buffer.getvalue())[1].tolist() == [[0, 128, 255]]
+    assert Decoder(num_channels=1, max_value=4095)(buffer.getvalue())[0].tolist() == [[0, 128, 255]]
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, values, photometric="miniswhite")
+    assert Decoder(max_value=4095)(buffer.getvalue())[0].tolist() == [[255, 127, 0]]
+
+
+def test_orientation_is_the_same_by_every_way() -> None:
+    import tifffile
+
+    bands = (np.arange(5 * 4 * 6) % 255).reshape(5, 4, 6).astype(np.uint8)
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, bands, photometric="minisblack", extratags=[(274, "H", 1, 6, True)])
+    turned = Decoder(num_channels=5)(buffer.getvalue())
+    assert np.array_equal(turned, np.rot90(bands, -1, axes=(1, 2)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    large = PHOTO.resize((300, 200))
+    data = encoded(large, "JPEG", exif=exif)
+    assert Decoder()(data).shape == (3, 300, 200)
+    assert Decoder(shrink_above=50)(data).shape == (3, 75, 50)

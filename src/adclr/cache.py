@@ -83,7 +83,8 @@ def make(
             place = _place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
             if place is None:
                 return None
-            packed = _fill(read, count, pool, min(room.host, MARGIN * size + 2**26), show)
+            capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
+            packed = _fill(read, count, pool, min(room.host, capacity), show)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     if packed is None:

@@ -40,7 +40,18 @@ def open_source(where: str | Path, index: Path | None = None) -> Source:
 
 
 def _holds_images(folder: str) -> bool:
-    return any(file.lower().endswith(SUFFIXES) for _, _, files in os.walk(folder) for file in files)
+    """Whether `ImageFolder` would find anything: links are followed, hidden things passed over."""
+    seen: set[str] = set()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(name.lower().endswith(SUFFIXES) and not name.startswith(".") for name in files):
+            return True
+    return False
 
 
 def _known(index: Path | None) -> Listing | None:
@@ -50,14 +61,14 @@ def _known(index: Path | None) -> Listing | None:
 
 def expand(pattern: str) -> list[str]:
     """The files of a pattern: shell wildcards, and ranges as in train-{0000..0146}.tar."""
-    found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    found = re.search(r"\{(\d{1,12})\.\.(\d{1,12})\}", pattern)
     if found:
         first, last = found[1], found[2]
-        if int(last) - int(first) > 1_000_000:
-            raise UserError(f"{pattern} names more than a million shards; check its range")
+        if not 0 <= int(last) - int(first) <= 1_000_000:
+            raise UserError(f"{pattern} names no shard, or more than a million; check its range")
         numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
         names = [pattern[: found.start()] + number + pattern[found.end() :] for number in numbers]
-        return [path for name in names for path in expand(name)]
+        return list(dict.fromkeys(path for name in names for path in expand(name)))
     paths = sorted(glob.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
     if not paths:
         raise UserError(f"no file is named as {pattern}; check the pattern")

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from adclr.jpeg import Header, read_header
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 ORIENTATION = 0x0112  # the tag of EXIF
+DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's, of more than 8 bits
 DEEP = (255, 1023, 4095, 16383, 65535)  # what white can be in images of more than 8 bits
 Pixels = NDArray[np.uint8]  # C×height×width
 
@@ -56,10 +57,10 @@ class Decoder:
                 self._check(header.height, header.width)
             if header is not None and header.plain and self.num_channels in (1, 3):
                 reduction = self._reduction(header)
-                return self._jpeg(data, header) if reduction == 1 else self._pillow(data, reduction)
+                return self._jpeg(data, header) if reduction == 1 else self._pillow(data, header, reduction)
             if self.num_channels not in (1, 3):
                 return self._bands(data)
-            return self._deep_png(data) if _is_deep_png(data) else self._pillow(data)
+            return self._deep_png(data) if _is_deep_png(data) else self._pillow(data, header)
         except Unreadable:
             raise
         except UnidentifiedImageError:
@@ -91,24 +92,34 @@ class Decoder:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rpartition(": ")[2]
             raise Unreadable(f"broken JPEG: {reason[:200]}") from None
+        if pixels.shape[1:] != (header.height, header.width):
+            raise Unreadable("broken JPEG: its header says another size than its pixels have")
         return np.ascontiguousarray(_turn(pixels, header.orientation))
 
-    def _pillow(self, data: bytes, reduction: int = 1) -> Pixels:
+    def _pillow(self, data: bytes, header: Header | None, reduction: int = 1) -> Pixels:
         """Transparency is dropped; of an animation the first frame is taken."""
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             self._check(image.height, image.width)
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
+            tags = getattr(image, "tag_v2", {})
+            if image.mode not in DEEP_MODES and max(tags.get(258, (8,))) > 8:
+                return self._deep_tiff(data)
             image.load()
-            upright: Image.Image = image
-            if image.getexif().get(ORIENTATION, 1) != 1:  # asked first, since exif_transpose always copies
-                upright = ImageOps.exif_transpose(image)
-            if upright.mode in ("I", "F") or upright.mode.startswith("I;16"):
-                grey = to_bytes(np.asarray(upright), self.max_value)
-                return np.repeat(grey[None], self.num_channels, axis=0)
-            mode = "L" if self.num_channels == 1 else "RGB"
-            array = np.asarray(upright if upright.mode == mode else upright.convert(mode))
-            return np.array(array.transpose(2, 0, 1) if array.ndim == 3 else array[None], order="C")  # its own memory
+            if image.mode in DEEP_MODES:
+                grey = to_bytes(np.asarray(image), self.max_value)
+                pixels = np.repeat((255 - grey if tags.get(262) == 0 else grey)[None], self.num_channels, axis=0)
+            else:
+                mode = "L" if self.num_channels == 1 else "RGB"
+                array = np.asarray(image if image.mode == mode else image.convert(mode))
+                pixels = array.transpose(2, 0, 1) if array.ndim == 3 else array[None]
+            turn = header.orientation if header is not None else _orientation(image)
+            return np.array(_turn(pixels, turn), order="C")  # its own memory
+
+    def _deep_tiff(self, data: bytes) -> Pixels:
+        """Colours of 16 bits, of which Pillow would keep the upper 8."""
+        pixels = Decoder(self.max_pixels, 3, self.max_value)._bands(data, at_least=True)
+        return pixels if self.num_channels == 3 else _to_grey(pixels).round().astype(np.uint8)
 
     def _deep_png(self, data: bytes) -> Pixels:
         """Colours of 16 bits, of which Pillow would keep the upper 8."""
@@ -118,12 +129,13 @@ class Decoder:
         self._check(int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"))
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         deep = decode_png(encoded, mode=ImageReadMode.RGB).to(torch.int32).numpy()
-        if self.num_channels == 1:  # ITU-R 601, as Pillow turns colours into grey
-            deep = np.tensordot(np.array([[0.299, 0.587, 0.114]]), deep, 1).round().astype(np.int32)
-        return to_bytes(deep, self.max_value)
+        if self.num_channels == 1:
+            deep = _to_grey(deep).round().astype(np.int32)
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            return np.array(_turn(to_bytes(deep, self.max_value), _orientation(image)), order="C")
 
-    def _bands(self, data: bytes) -> Pixels:
-        """A TIFF file of any number of channels, first or last."""
+    def _bands(self, data: bytes, at_least: bool = False) -> Pixels:
+        """A TIFF file of any number of channels, first or last; `at_least`: more are there and left (transparency)."""
         try:
             import tifffile
         except ModuleNotFoundError:
@@ -131,13 +143,17 @@ class Decoder:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
             series = file.series[0]
             shape = tuple(int(n) for n in series.shape)
-            channels = [axis for axis in (0, -1) if len(shape) == 3 and shape[axis] == self.num_channels]
+            count = self.num_channels
+            most = count + 1 if at_least else count
+            channels = [axis for axis in (0, -1) if len(shape) == 3 and count <= shape[axis] <= most]
             if not channels:
                 raise Unreadable(f"an array of {shape} does not have model.num_channels={self.num_channels} channels")
             others = [n for axis, n in enumerate(shape) if axis != channels[0] % 3]
             self._check(*others)
-            array = np.moveaxis(series.asarray(), channels[0], 0)
-        return np.ascontiguousarray(array if array.dtype == np.uint8 else to_bytes(array, self.max_value))
+            array = np.moveaxis(series.asarray(), channels[0], 0)[:count]
+            found = file.pages[0].tags.get(ORIENTATION)
+        array = array if array.dtype == np.uint8 else to_bytes(array, self.max_value)
+        return np.ascontiguousarray(_turn(array, 1 if found is None else int(found.value)))
 
 
 def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]:
@@ -155,7 +171,18 @@ def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]
 
 
 def _is_deep_png(data: bytes) -> bool:
-    return data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 25 and data[24] == 16 and data[25] in (2, 6)
+    """16 bits of colour, or of grey with transparency; only where the header is the first thing, as it must be."""
+    first = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+    return data.startswith(first) and len(data) > 25 and data[24] == 16 and data[25] in (2, 4, 6)
+
+
+def _to_grey(pixels: NDArray[Any]) -> NDArray[Any]:
+    """1×height×width: ITU-R 601, as Pillow turns colours into grey."""
+    return np.tensordot(np.array([[0.299, 0.587, 0.114]]), pixels, 1)
+
+
+def _orientation(image: Image.Image) -> int:
+    return int(image.getexif().get(ORIENTATION, 1))
 
 
 def _turn(pixels: NDArray[Any], orientation: int) -> NDArray[Any]:

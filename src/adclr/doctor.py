@@ -71,13 +71,20 @@ def examine(source: Source, index: int, decoder: Decoder) -> Finding:
         pixels = decoder(data)
         format_, mode = "TIFF", f"{decoder.num_channels} bands"
         if decoder.num_channels in (1, 3):
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                format_, mode = image.format or "", image.mode
+            format_, mode = _kind(data)
     except Unreadable as error:
         return Finding(path, len(data), digest, str(error))
     flat = bool(np.ptp(pixels, axis=(1, 2)).max() <= FLAT)
     _, height, width = pixels.shape
     return Finding(path, len(data), digest, None, format_, mode, height, width, flat)
+
+
+def _kind(data: bytes) -> tuple[str, str]:
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return image.format or "?", image.mode
+    except Exception:  # Pillow balks at what another decoder has read
+        return "?", "?"
 
 
 def examined(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:

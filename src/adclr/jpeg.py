@@ -37,6 +37,8 @@ def read_header(data: bytes) -> Header | None:
         if marker == 0xFF:  # padding
             place += 1
             continue
+        if marker < 0xC0 and marker != 0x01:  # reserved; what decoders make of these differs, so no one is trusted
+            return None
         if marker in _ALONE:
             place += 2
             continue
@@ -71,9 +73,10 @@ def _orientation(block: bytes) -> int:
         (first,) = struct.unpack_from(order + "I", tiff, 4)
         (count,) = struct.unpack_from(order + "H", tiff, first)
         for entry in range(min(count, 512)):
-            tag, kind, number, value = struct.unpack_from(order + "HHIH", tiff, first + 2 + 12 * entry)
-            if tag == 0x0112:
-                return int(value) if kind == 3 and number == 1 and 1 <= value <= 8 else 1
+            tag, kind, number = struct.unpack_from(order + "HHI", tiff, first + 2 + 12 * entry)
+            if tag == 0x0112 and kind in (3, 4) and number == 1:
+                (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), tiff, first + 10 + 12 * entry)
+                return int(value) if 1 <= value <= 8 else 1
     except struct.error:
         return 1
     return 1

@@ -42,6 +42,9 @@ def open_labelled(path: str | Path) -> Labelled:
         whole = open_source(text)
         held_out = mix(whole.keys) % np.uint64(5) == 0
         train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
+    small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"
+    if not len(train):
+        raise UserError(small)
     classes = sorted({_label(train, i) for i in range(len(train))})
     if len(classes) < 2:
         raise UserError(f"{train.root} has only one class ({classes[0]}); scores need a sub-folder for each class")
@@ -53,7 +56,7 @@ def open_labelled(path: str | Path) -> Labelled:
     if unknown:
         raise UserError(f"{val.root} has classes that {train.root} lacks: {', '.join(unknown[:5])}; give both the same")
     if not len(val):
-        raise UserError(f"{root} is too small to be split into train and val; give {root}/train and {root}/val")
+        raise UserError(small)
     numbers = {name: number for number, name in enumerate(classes)}
     return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
 

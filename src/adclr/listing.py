@@ -14,20 +14,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-Facts = dict[str, tuple[int, int]]
+Fact = tuple[int, ...]  # is it a file; when it and its record changed (ns); which it is; its bytes (0 for a folder)
+Facts = dict[str, Fact]
 
 
 @dataclass(frozen=True)
 class Listing:
     names: list[str]  # of all items, in order
-    facts: Facts  # of each folder or shard, by its full path: when it changed (ns), and its bytes (0 for a folder)
+    facts: Facts  # of each folder or shard, by its full path
     places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
     labels: list[str]  # one for each item, or none at all
 
     def current(self) -> bool:
         """Whether the collection is still what was indexed."""
         try:
-            return all(fact(path, bool(size)) == (changed, size) for path, (changed, size) in self.facts.items())
+            return all(fact(path, bool(known[0])) == known for path, known in self.facts.items())
         except OSError:
             return False
 
@@ -49,7 +50,7 @@ def load(path: Path) -> Listing | None:
     """The index in a file; None if there is none that can be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            facts = {str(k): (int(a), int(b)) for k, (a, b) in json.loads(file["facts"].tobytes()).items()}
+            facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
             found = Listing(_lines(file["names"]), facts, file["places"].astype(np.int64), _lines(file["labels"]))
     except Exception:  # whatever is wrong with it, the collection can be indexed again
         return None
@@ -59,9 +60,10 @@ def load(path: Path) -> Listing | None:
     return found if found.places.shape in (shape, (0, 3)) and len(found.labels) in (0, shape[0]) else None
 
 
-def fact(path: str | Path, is_file: bool) -> tuple[int, int]:
+def fact(path: str | Path, is_file: bool) -> Fact:
     status = os.stat(path)
-    return status.st_mtime_ns, status.st_size if is_file else 0
+    size = status.st_size if is_file else 0
+    return int(is_file), status.st_mtime_ns, status.st_ctime_ns, status.st_ino, size
 
 
 def _text(lines: list[str]) -> NDArray[np.uint8]:

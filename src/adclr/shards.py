@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ class TarShards(Items):
     """
 
     def __init__(self, root: str | Path, shards: Sequence[str], listing: Listing | None = None) -> None:
-        if listing is None or list(listing.facts) != [str(shard) for shard in shards]:
+        shards = list(dict.fromkeys(str(shard) for shard in shards))  # patterns may name one twice
+        if listing is None or list(listing.facts) != shards:
             listing = index_shards(shards)
         super().__init__(Path(root), listing.names, listing)
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
@@ -38,9 +40,9 @@ class TarShards(Items):
         return data
 
     def label(self, index: int) -> str | None:
-        if self.labels:
-            return self.labels[index] or None
-        member = self.paths[index].partition("/")[2]
+        if self.labels and self.labels[index]:
+            return self.labels[index]
+        member = self.paths[index].partition(".tar/")[2]
         first, slash, _ = member.removeprefix("./").partition("/")
         return first if slash else None
 
@@ -53,6 +55,7 @@ def index_shards(shards: Sequence[str]) -> Listing:
     places: list[tuple[int, int, int]] = []
     labels: dict[str, str] = {}
     facts: Facts = {}
+    titles = _titles(shards)
     with Tally("indexing", "images") as tally:
         for number, shard in enumerate(shards):
             before = len(names)
@@ -61,9 +64,9 @@ def index_shards(shards: Sequence[str]) -> Listing:
                 with tarfile.open(shard, "r:") as archive:
                     for member in archive:
                         base = member.name.rpartition("/")[2]
-                        if not member.isreg() or base.startswith("."):
+                        if not member.isreg() or member.issparse() or base.startswith("."):
                             continue
-                        name = f"{Path(shard).name}/{member.name}"
+                        name = f"{titles[number]}/{member.name}"
                         if base.lower().endswith(SUFFIXES):
                             names.append(name)
                             places.append((number, member.offset_data, member.size))
@@ -72,7 +75,7 @@ def index_shards(shards: Sequence[str]) -> Listing:
                             assert file is not None  # of a regular member it is not
                             labels[_stem(name)] = file.read().decode("utf-8", "replace").strip()
                         archive.members = []  # type: ignore[attr-defined]  # else a record of every member is kept
-            except tarfile.TarError as error:
+            except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:  # a header can hold anything
                 raise UserError(
                     f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or mend it"
                 ) from None
@@ -83,6 +86,15 @@ def index_shards(shards: Sequence[str]) -> Listing:
         raise UserError(f"the shards ({shards[0]}, ...) hold no image; these count: {' '.join(SUFFIXES)}")
     told = [labels.get(_stem(name), "") for name in names] if labels else []
     return Listing(names, facts, np.array(places, np.int64).reshape(-1, 3), told)
+
+
+def _titles(shards: Sequence[str]) -> list[str]:
+    """What shards are called in names: their file names, or, where these repeat, their paths below what they share."""
+    bases = [Path(shard).name for shard in shards]
+    if len(set(bases)) == len(bases):
+        return bases
+    shared = os.path.commonpath([os.path.dirname(os.path.abspath(shard)) for shard in shards])
+    return [os.path.relpath(shard, shared) for shard in shards]
 
 
 def _stem(name: str) -> str:

@@ -7,6 +7,7 @@ is the same wherever it lies.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -87,20 +88,32 @@ class FileList(Items):
     def __init__(self, file: str | Path) -> None:
         file = Path(file)
         try:
-            text = file.read_text(encoding="utf-8", errors="surrogateescape")
+            text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
         except OSError as error:
             raise UserError(f"list {file} cannot be read ({error.strerror}); check the path") from None
-        rows = [line.partition("\t") for line in text.splitlines() if line.strip()]
+        if "\0" in text:
+            raise UserError(f"list {file} is not text in UTF-8; write it as such")
+        rows = [line.rstrip("\r").partition("\t") for line in text.split("\n") if line.strip()]
         self.labels = {path.strip(): label.strip() for path, _, label in rows}
         if not self.labels:
             raise UserError(f"list {file} names no image; write one path on each line")
         super().__init__(file, list(self.labels))
 
     def read(self, index: int) -> bytes:
-        return (self.root.parent / self.paths[index]).read_bytes()
+        path = self.root.parent / self.paths[index]
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device would never end
+            raise OSError("it is not a regular file")
+        return path.read_bytes()
 
     def label(self, index: int) -> str | None:
-        return self.labels[self.paths[index]] or super().label(index)
+        """What stands behind the tab; else the first folder of a relative path, the last of an absolute one."""
+        path = self.paths[index]
+        if self.labels[path]:
+            return self.labels[path]
+        if os.path.isabs(path):
+            return os.path.basename(os.path.dirname(path)) or None
+        first, slash, _ = path.removeprefix("./").partition("/")
+        return first if slash else None
 
 
 class Subset(Items):

@@ -128,8 +128,14 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
     if state is not None:
         _check_resumable(launched, state)
 
+    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
+
     def quarantine(path: str, reason: str) -> None:
-        run.append_once("quarantine.jsonl", {"path": path, "reason": reason}, key="path")
+        row = {"path": path, "reason": reason}
+        if distributed.world_size() > 1:
+            run.append_once("quarantine.jsonl", row, key="path")  # reads the file, so that no process repeats another
+        elif path not in listed:
+            run.append("quarantine.jsonl", row)
 
     workers = settings.data.num_workers
     feed = Feed(
