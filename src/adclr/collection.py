@@ -12,7 +12,7 @@ from adclr.config import UserError
 from adclr.huggingface import HuggingFace
 from adclr.listing import Listing
 from adclr.shards import TarShards
-from adclr.sources import SUFFIXES, FileList, ImageFolder, Source
+from adclr.sources import FileList, ImageFolder, Source, index_folder
 
 LISTS = (".txt", ".lst", ".list")
 
@@ -32,26 +32,12 @@ def open_source(where: str | Path, index: Path | None = None) -> Source:
         raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
     if os.path.isdir(text):
         shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
-        if shards and not _holds_images(text):  # a forgotten archive beside photos is not the collection
-            return TarShards(text, shards, _known(index))
+        if shards:  # a forgotten archive beside photos is not the collection
+            found = index_folder(Path(text))
+            return ImageFolder(text, found) if found.names else TarShards(text, shards, _known(index))
     known = _known(index)
     same = known is not None and next(iter(known.facts)) == os.path.abspath(text)
     return ImageFolder(text, known if same else None)
-
-
-def _holds_images(folder: str) -> bool:
-    """Whether `ImageFolder` would find anything: links are followed, hidden things passed over."""
-    seen: set[str] = set()
-    for here, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(here)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(name.lower().endswith(SUFFIXES) and not name.startswith(".") for name in files):
-            return True
-    return False
 
 
 def _known(index: Path | None) -> Listing | None:

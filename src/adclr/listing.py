@@ -1,7 +1,7 @@
 """An index of a collection: made once, kept beside the run, and checked cheaply for change.
 
-A million files take minutes to find on a shared disk; that nothing has been added or removed shows in the change times
-of the folders (or the shards), of which there are a thousand times fewer.
+A million files can take minutes to find on a shared disk; that nothing has been added or removed shows in the change
+times of the folders (or the shards), of which there are a thousand times fewer.
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ class ImageFolder(Items):
     def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
         root = Path(root)
         listing = listing or index_folder(root)
+        if not listing.names:
+            raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
         super().__init__(root, listing.names, listing)
 
     def read(self, index: int) -> bytes:
@@ -131,7 +133,7 @@ class Subset(Items):
 
 
 def index_folder(root: Path) -> Listing:
-    """Relative paths, with '/', of all images below `root`, sorted."""
+    """Relative paths, with '/', of all images below `root`, sorted; perhaps none."""
     try:
         if not root.exists():
             raise UserError(f"folder {root} does not exist; check the path")
@@ -169,6 +171,4 @@ def index_folder(root: Path) -> Listing:
                 except OSError:
                     continue  # a link that leads nowhere, for one to itself
             tally.add(len(found) - before)
-    if not found:
-        raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
     return Listing(sorted(found), facts, NO_PLACES, [])

@@ -19,7 +19,7 @@ from adclr import views as planning
 from adclr.augment.photometric import BLUR_RADIUS
 from adclr.augment.transfer import send
 
-FIELDS = 8  # numbers of a crop in the table: offset, height, width, top, left, crop height, crop width, flip
+# A crop is 8 numbers of the table: offset, height, width, top, left, crop height, crop width, flip.
 ROWS, PIXELS = 8, 1024  # rows and pixels a program works on at once
 
 
@@ -33,6 +33,25 @@ def _cubic(x):
 
 
 @triton.jit
+def _reach(target, length, size):
+    """Of outputs `target` of `size` on an axis of `length`: their centers, the kernel's width, first and last tap."""
+    length = length.to(tl.float32)
+    scale = length / size
+    wide = tl.maximum(scale, 1.0)
+    center = (target.to(tl.float32) + 0.5) * scale
+    first = tl.maximum(tl.floor(center - 2.0 * wide + 0.5), 0.0)
+    last = tl.minimum(tl.floor(center + 2.0 * wide + 0.5), length)
+    return center, wide, first, last
+
+
+@triton.jit
+def _tap(place, center, wide, last, length):
+    """The weight of a place, 0 past the last, and the pixel that stands for it."""
+    weight = tl.where(place < last, _cubic((place - center + 0.5) / wide), 0.0)
+    return weight, tl.minimum(place, length.to(tl.float32) - 1.0).to(tl.int64)
+
+
+@triton.jit
 def _rows(data, table, starts, half, size, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Each row of each crop to `size` columns, flipped if need be: half[start + channel·height + row, column]."""
     n = tl.program_id(0)
@@ -43,12 +62,7 @@ def _rows(data, table, starts, half, size, channels, ROWS: tl.constexpr, COLUMNS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < crop_height)[:, None] & (column < size)[None, :]
-    target = tl.where(flip > 0, size - 1 - column, column).to(tl.float32)
-    scale = crop_width.to(tl.float32) / size
-    wide = tl.maximum(scale, 1.0)
-    center = (target + 0.5) * scale
-    first = tl.maximum(tl.floor(center - 2.0 * wide + 0.5), 0.0)
-    last = tl.minimum(tl.floor(center + 2.0 * wide + 0.5), crop_width.to(tl.float32))
+    center, wide, first, last = _reach(tl.where(flip > 0, size - 1 - column, column), crop_width, size)
     count = tl.ceil(4.0 * wide).to(tl.int32) + 1
     base = offset + (top + row)[:, None] * width + left
     if tl.program_id(1) * ROWS < crop_height:
@@ -56,10 +70,8 @@ def _rows(data, table, starts, half, size, channels, ROWS: tl.constexpr, COLUMNS
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             total = tl.zeros((COLUMNS,), tl.float32)
             for tap in range(count):
-                place = first + tap
-                weight = tl.where(place < last, _cubic((place - center + 0.5) / wide), 0.0)
+                weight, source = _tap(first + tap, center, wide, last, crop_width)
                 total += weight
-                source = tl.minimum(place, crop_width.to(tl.float32) - 1.0).to(tl.int64)
                 pixel = tl.load(data + base + channel * height * width + source[None, :], mask=inside, other=0)
                 sums += pixel.to(tl.float32) * weight[None, :]
             out = (start + channel * crop_height + row)[:, None] * size + column[None, :]
@@ -74,20 +86,14 @@ def _columns(half, table, starts, crops, size, channels, ROWS: tl.constexpr, COL
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < size)[:, None] & (column < size)[None, :]
-    scale = crop_height.to(tl.float32) / size
-    wide = tl.maximum(scale, 1.0)
-    center = (row.to(tl.float32) + 0.5) * scale
-    first = tl.maximum(tl.floor(center - 2.0 * wide + 0.5), 0.0)
-    last = tl.minimum(tl.floor(center + 2.0 * wide + 0.5), crop_height.to(tl.float32))
+    center, wide, first, last = _reach(row, crop_height, size)
     count = tl.ceil(4.0 * wide).to(tl.int32) + 1
     for channel in range(channels):
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         for tap in range(count):
-            place = first + tap
-            weight = tl.where(place < last, _cubic((place - center + 0.5) / wide), 0.0)
+            weight, source = _tap(first + tap, center, wide, last, crop_height)
             total += weight
-            source = tl.minimum(place, crop_height.to(tl.float32) - 1.0).to(tl.int64)
             address = (start + channel * crop_height + source)[:, None] * size + column[None, :]
             sums += tl.load(half + address, mask=inside, other=0.0) * weight[:, None]
         value = tl.minimum(tl.maximum(sums / total[:, None], 0.0), 255.0) / 255.0
