@@ -1,6 +1,7 @@
 """Images/s of each stage of the data path and of all together, beside a plain torchvision + DataLoader pipeline.
 
-    python benchmarks/data.py [--images 512] [--side 500] [--batch 128] [--repeats 5]
+    python benchmarks/data.py [--images 2048] [--side 500] [--batch 128] [--repeats 5]
+    python benchmarks/data.py --train 30     # steps of training instead: from one constant batch, the cache, files
 
 Photo-like JPEGs are generated in a temporary folder. Every figure is the median of several repeats within this one run:
 compare figures of one run only. Views are 2×224 + 10×96 + 10 queries of 16 pixels, from `adclr_vits16`.
@@ -9,11 +10,10 @@ compare figures of one run only. Views are 2×224 + 10×96 + 10 queries of 16 pi
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from adclr import augment, cache, config, scenes
+from adclr.ahead import Ahead
 from adclr.auto import cpu_count
 from adclr.decode import Decoder
 from adclr.feed import Feed
 from adclr.fit import host_memory
+from adclr.nvjpeg import GpuDecoder
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
 from adclr.views import plan
@@ -103,70 +105,138 @@ class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return [make(picture) for count, make in self.kinds for _ in range(count)]
 
 
+class Bench:
+    """The pieces of a data path over one folder, put together as training does it."""
+
+    def __init__(self, folder: Path, settings: Settings, batch: int, device: torch.device) -> None:
+        self.settings, self.batch, self.device = settings, batch, device
+        self.source, self.decoder = ImageFolder(folder), Decoder()
+        self.gpu = GpuDecoder(self.decoder, device) if GpuDecoder.suits(device) else None
+
+    def feed(self, cached: bool) -> Feed:
+        feed = Feed(self.source, cpu_count(), self.decoder, pin=self.device.type == "cuda", gpu_decoder=self.gpu)
+        if cached:
+            room = cache.Room(host_memory(), torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 0.0)
+            feed.store = cache.make("auto", feed.read, len(self.source), cpu_count(), room, self.device, show=False)
+        return feed
+
+    def views(self, feed: Feed, batches: int) -> Ahead:
+        data, count = self.settings.data, len(self.source)
+        order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
+        made = feed.batches(order, lambda epoch, keys, sizes: plan(self.settings, epoch, keys, sizes))
+        return Ahead(made, lambda b: augment.render(b.packed.to(self.device), b.plan, data.mean, data.std), self.device)
+
+    def run(self, feed: Feed, batches: int) -> None:
+        views = self.views(feed, batches)
+        for _ in views:
+            pass
+        views.close()
+
+
+def stages(bench: Bench, repeats: int) -> None:
+    """Each stage on its own."""
+    source, decoder, device, data = bench.source, bench.decoder, bench.device, bench.settings.data
+    everything = list(range(len(source)))
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        parts = [everything[i : i + 8] for i in range(0, len(everything), 8)]
+
+        def all_of(work: Callable[[int], Any]) -> list[Any]:
+            return list(pool.map(lambda part: [work(i) for i in part], parts))
+
+        rate("read, on threads", len(source), repeats, device, lambda: all_of(source.read))
+        blobs = [source.read(i) for i in everything]
+        rate("decode, on threads", len(source), repeats, device, lambda: all_of(lambda i: decoder(blobs[i])))
+    if bench.gpu is not None:
+        encoded = [bench.gpu.take(blob) for blob in blobs[: bench.batch]]
+        whole: list[Any] = [item for item in encoded if item is not None]
+        gpu = bench.gpu
+        rate("decode, on the GPU", len(whole), repeats, device, lambda: gpu.pack(whole))
+    indices = np.arange(bench.batch) % len(source)
+    packed = augment.pack([decoder(blobs[int(i)]) for i in indices], pin=device.type == "cuda")
+    drawn = plan(bench.settings, 0, source.keys[indices], packed.sizes)
+    here = packed.to(device)
+    count = len(indices)
+    rate("plan", count, repeats, device, lambda: plan(bench.settings, 0, source.keys[indices], packed.sizes))
+    rate("copy to the device", count, repeats, device, lambda: packed.to(device))
+    rate("views", count, repeats, device, lambda: augment.render(here, drawn, data.mean, data.std))
+    if device.type == "cuda":
+        kinds = [crops for crops in (drawn.global_crops, drawn.local_crops, drawn.queries) if crops is not None]
+
+        def plainly() -> None:
+            for crops in kinds:
+                augment._render(here, crops, data.mean, data.std)
+
+        rate("views, without the kernels", count, repeats, device, plainly)
+
+
+def training_rates(bench: Bench, steps: int, repeats: int) -> None:
+    """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
+    from adclr.step import Step
+
+    from adclr import training
+    from adclr.devices import autocast_dtype
+
+    settings, device = bench.settings, bench.device
+    method = training.build(settings).to(device)
+    step = Step(method, settings, device, autocast_dtype("auto", device))
+    feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
+    constant = next(bench.views(feeds["the cache"], 1))
+    found: dict[str, list[float]] = {}
+    for number in range(repeats + 1):
+        for name in ("one constant batch", "the cache", "files"):
+            views = None if name == "one constant batch" else bench.views(feeds[name], steps + 3)
+            for i in range(steps + 3):
+                if i == 3:  # the first views are on their way
+                    torch.cuda.synchronize()
+                    started = time.perf_counter()
+                step(constant if views is None else next(views), number * steps + i)
+            torch.cuda.synchronize()
+            if number:
+                found.setdefault(name, []).append(steps * bench.batch / (time.perf_counter() - started))
+            if views is not None:
+                views.close()
+    still = statistics.median(found["one constant batch"])
+    for name, rates in found.items():
+        middle = statistics.median(rates)
+        spread = f"({min(rates):.0f} to {max(rates):.0f}), {100 * middle / still:.1f} % of the constant batch"
+        print(f"{'training from ' + name:<52} {middle:>9.0f} images/s   {spread}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("images", 512), ("side", 500), ("batch", 128), ("repeats", 5)):
+    for name, default in (("images", 2048), ("side", 500), ("batch", 128), ("repeats", 5), ("train", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = config.build(Settings, config.recipe("adclr_vits16"))
-    data, batch, repeats = settings.data, given.batch, given.repeats
+    settings = config.build(Settings, config.recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
+    repeats = given.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "photos"
         size = write_photos(folder, given.images, given.side)
         what = torch.cuda.get_device_name() if device.type == "cuda" else "CPU only"
         print(f"{given.images} JPEGs of {given.side} pixels, {size // 1000} kB each; {cpu_count()} cores; {what}")
-        source, decoder = ImageFolder(folder), Decoder()
-        everything = list(range(len(source)))
-        with ThreadPoolExecutor(cpu_count()) as pool:
-            rate("read", len(source), repeats, device, lambda: list(pool.map(source.read, everything)))
-            rate(
-                "read + decode on threads",
-                len(source),
-                repeats,
-                device,
-                lambda: list(pool.map(lambda i: decoder(source.read(i)), everything)),
-            )
-        indices = np.arange(batch) % len(source)
-        packed = augment.pack([decoder(source.read(int(i))) for i in indices], pin=device.type == "cuda")
-        drawn = plan(settings, 0, source.keys[indices], packed.sizes)
-        here = packed.to(device)
-        rate("plan", batch, repeats, device, lambda: plan(settings, 0, source.keys[indices], packed.sizes))
-        rate("copy to the device", batch, repeats, device, lambda: packed.to(device))
-        rate("views, plain", batch, repeats, device, lambda: augment.render(here, drawn, data.mean, data.std))
-        if device.type == "cuda":
-            from adclr.augment import kernels
-
-            kinds = [crops for crops in (drawn.global_crops, drawn.local_crops, drawn.queries) if crops is not None]
-            rate(
-                "views, kernels",
-                batch,
-                repeats,
-                device,
-                lambda: [kernels.render_crops(here, crops, data.mean, data.std) for crops in kinds],
-            )
-
-        def order() -> Iterator[tuple[int, Any]]:
-            return ((0, np.arange(i, i + batch) % len(source)) for i in range(0, len(source), batch))
-
-        def feed_all(feed: Feed) -> None:
-            for made in feed.batches(order(), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes)):
-                augment.render(made.packed.to(device), made.plan, data.mean, data.std)
-
-        steps = -(-len(source) // batch) * batch
-        feed = Feed(source, cpu_count(), decoder, pin=device.type == "cuda")
-        ours = rate("all, from files", steps, repeats, device, lambda: feed_all(feed))
-        room = cache.Room(host_memory(), torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0.0)
-        feed.store = cache.make("auto", feed.read, len(source), cpu_count(), room, device, show=False)
-        where = "none fits" if feed.store is None else "GPU" if feed.store.on_gpu else "host memory"
-        rate(f"all, from the cache ({where})", steps, repeats, device, lambda: feed_all(feed))
+        bench = Bench(folder, settings, given.batch, device)
+        if given.train:
+            training_rates(bench, given.train, repeats)
+            return
+        stages(bench, repeats)
+        batches = -(-given.images // given.batch)
+        files, kept = bench.feed(cached=False), bench.feed(cached=True)
+        ours = rate("all, from files", batches * given.batch, repeats, device, lambda: bench.run(files, batches))
+        where = "none fits" if kept.store is None else "GPU" if kept.store.on_gpu else "host memory"
+        many = 8 * batches if kept.store is not None and kept.store.on_gpu else batches
+        rate(f"all, from the cache ({where})", many * given.batch, repeats, device, lambda: bench.run(kept, many))
+        # small batches, so that every worker has several
         loader = torch.utils.data.DataLoader(
-            Plain(folder, settings), batch, num_workers=cpu_count(), persistent_workers=True, drop_last=False
+            Plain(folder, settings),
+            16,
+            num_workers=cpu_count(),
+            persistent_workers=True,
+            multiprocessing_context="fork",
         )
-        os.environ["OMP_NUM_THREADS"] = "1"
         plain = rate(
             "torchvision transforms in a DataLoader, all cores",
-            len(source),
+            len(bench.source),
             min(repeats, 3),
             device,
             lambda: [[view.to(device) for view in made] for made in loader],

@@ -9,7 +9,8 @@ import timm
 import torch
 from torch import Tensor
 
-from adclr.vit import Attention, Input, QueryKeys, VisionTransformer, readable
+from adclr.attention import Group
+from adclr.vit import Attention, Input, QueryKeys, VisionTransformer, for_tokens, readable
 from adclr.weights import create_backbone
 
 UNIDIRECTIONAL: tuple[QueryKeys, ...] = ("image", "patches", "image_and_self")
@@ -187,7 +188,7 @@ def test_attention_rows_sum_to_one_and_give_the_blocks_output(query_keys: QueryK
     assert weights.shape == (3, 3, tokens, tokens)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 3, tokens))
     x, num_image = vit._start(images, queries, None)
-    x = vit.blocks[0](x, num_image)
+    x = vit.blocks[0](x.flatten(0, 1), [Group(3, tokens, num_image)]).unflatten(0, (3, tokens))
     attn = vit.blocks[1].attn
     assert isinstance(attn, Attention)
     q, k, v = attn.split(vit.blocks[1].norm1(x))  # type: ignore[operator]
@@ -227,22 +228,64 @@ def test_positions_of_another_grid() -> None:
 @torch.no_grad()
 def test_forward_many_is_forward_for_each() -> None:
     vit, (images, queries) = make(), inputs()
-    many = vit.forward_many([Input(images, queries), Input(images[:, :, :16, :24])])
-    torch.testing.assert_close(many[0].queries, vit(images, queries).queries)
-    torch.testing.assert_close(many[1].cls, vit(images[:, :, :16, :24]).cls)
+    small = images[:, :, :16, :24].contiguous()
+    for query_keys in (*UNIDIRECTIONAL, "all"):
+        vit = make(query_keys, mask_token=True)
+        mask = torch.arange(16).expand(3, 16) % 3 == 0
+        many = vit.forward_many([Input(images, queries, mask), Input(small), Input(small[:2], queries[:2])])
+        for found, expected in zip(
+            many, [vit(images, queries, mask), vit(small), vit(small[:2], queries[:2])], strict=True
+        ):
+            torch.testing.assert_close(found.cls, expected.cls)
+            torch.testing.assert_close(found.patches, expected.patches)
+            torch.testing.assert_close(found.queries, expected.queries)
 
 
-def test_drop_path_drops_whole_samples_and_keeps_the_mean() -> None:
+def test_compiled_blocks_give_the_same_with_one_graph_for_all_of_them() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    vit, (images, queries) = make(drop_path=0.3).train(), inputs()
+    given = [Input(images, queries), Input(images[:, :, :16, :24].contiguous())]
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(3)
+        vit.zero_grad()
+        many = vit.forward_many(given)
+        assert many[0].queries is not None
+        (many[0].cls.square().sum() + many[0].queries.square().sum() + many[1].cls.square().sum()).backward()
+        return [p.grad.clone() for p in vit.parameters() if p.grad is not None]
+
+    plain = gradients()
+    counter = CompileCounterWithBackend("aot_eager")
+    vit.compile_blocks(backend=counter)
+    for found, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+    vit(images)  # an evaluation is not compiled
+    assert counter.frame_count == 1
+
+
+def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     vit = make(drop_path=0.5)
-    assert [block.drop_path.rate for block in vit.blocks] == [0.0, 0.25, 0.5]  # type: ignore[union-attr]
-    drop = vit.blocks[2].drop_path.train()  # type: ignore[union-attr]
-    x = torch.ones(4000, 2, 3)
-    y = drop(x)
-    assert set(y.unique().tolist()) == {0.0, 2.0}
-    assert (y == y[:, :1, :1]).all()
-    assert abs(y.mean().item() - 1) < 0.1
     images, _ = inputs()
-    assert torch.equal(vit.eval()(images).cls, vit(images).cls)
+    assert torch.equal(vit(images).cls, vit(images).cls)
+    kept = vit.train()._kept(4000, torch.device("cpu"))
+    assert kept is not None
+    for block, rate in enumerate([0.0, 0.25, 0.5]):
+        found = kept[block]
+        assert found.unique().tolist() == ([1.0] if rate == 0 else [0.0, pytest.approx(1 / (1 - rate))])
+        assert abs(found.mean().item() - 1) < 0.05
+        assert (found[0] != found[1]).any() or rate == 0  # each branch of a block draws for itself
+    groups = [Group(2, 3, 3), Group(1, 2, 2)]
+    assert for_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
+    block = vit.blocks[0]
+    x = torch.randn(8, 48)
+    dropped = block(x, groups, torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]))
+    assert torch.equal(dropped[:3], x[:3])
+    assert not torch.isclose(dropped[3:], x[3:]).any(dim=1).all()
+    half = x + 2 * block.ls1(block.attn(block.norm1(x), groups))  # type: ignore[operator]
+    half = half + 2 * block.ls2(block.mlp(block.norm2(half)))  # type: ignore[operator]
+    torch.testing.assert_close(dropped[3:], half[3:])
 
 
 def test_what_cannot_be_is_said() -> None:

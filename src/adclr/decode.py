@@ -81,6 +81,11 @@ class Decoder:
         fitting = [r for r in (8, 4, 2) if min(header.height, header.width) // r >= self.shrink_above]
         return fitting[0] if fitting else 1
 
+    def keeps(self, header: Header) -> bool:
+        """Whether an image comes out as large as it is stored."""
+        side = max(header.height, header.width)
+        return self._reduction(header) == 1 and (self.max_side is None or side <= self.max_side)
+
     def _jpeg(self, data: bytes, header: Header) -> Pixels:
         import torch
         from torchvision.io import ImageReadMode, decode_jpeg

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adclr import distributed, loggers
+from adclr.ahead import Ahead
 from adclr.config import UserError
-from adclr.feed import Feed
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
 from adclr.runs import Run
@@ -54,9 +54,9 @@ class Journal:
     """Only the first process writes; all of them meter."""
 
     def __init__(
-        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, feed: Feed, start: int
+        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, ahead: Ahead, start: int
     ) -> None:
-        self.settings, self.run, self.schedules, self.meter, self.feed = settings, run, schedules, meter, feed
+        self.settings, self.run, self.schedules, self.meter, self.ahead = settings, run, schedules, meter, ahead
         self.main = distributed.is_main()
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
@@ -93,7 +93,7 @@ class Journal:
             schedule = {name: value for name, value in vars(values).items() if name != "freeze_last_layer"}
             self.write(done, means | schedule)
             if self.main:
-                waited, self.feed.seconds_waited = self.feed.seconds_waited, 0.0
+                waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
                 row = {
                     "step": done,
                     "seconds": seconds,

@@ -18,18 +18,24 @@ class Header:
     components: int  # 1 grey, 3 colour, 4 CMYK
     frame: int  # the marker of the frame
     orientation: int  # of EXIF, 1 to 8; 1 is upright
+    luma: bool  # three components are brightness and colours, not red, green and blue
 
     @property
     def plain(self) -> bool:
         """Grey or three components of 8 bits, coded in the common way: what any decoder can read."""
         return self.frame in DECODABLE and self.components in (1, 3)
 
+    @property
+    def baseline(self) -> bool:
+        """Colours of 8 bits in one scan, as nearly all cameras write them."""
+        return self.frame == 0xC0 and self.components == 3 and self.luma
+
 
 def read_header(data: bytes) -> Header | None:
     """None if this is not a JPEG file or its header is broken."""
     if not data.startswith(SIGNATURE):
         return None
-    place, orientation = 2, 1
+    place, orientation, luma = 2, 1, True
     while place + 4 <= len(data):
         if data[place] != 0xFF:
             return None
@@ -48,13 +54,16 @@ def read_header(data: bytes) -> Header | None:
             return None
         if marker == 0xE1 and orientation == 1:
             orientation = _orientation(data[start:end])
+        elif marker == 0xEE and data[start : start + 5] == b"Adobe" and length >= 14:
+            luma = data[start + 11] != 0  # its way to say that colours were not transformed
         elif marker in _FRAMES:
             if length < 8:
                 return None
             bits, height, width, components = struct.unpack(">BHHB", data[start : start + 6])
             if not height or not width or bits != 8:
                 return None
-            return Header(height, width, components, marker, orientation)
+            names = bytes(data[start + 6 + 3 * i] for i in range(components) if start + 6 + 3 * i < end)
+            return Header(height, width, components, marker, orientation, luma and names != b"RGB")
         elif marker in (0xD9, 0xDA):  # the end, or pixels before any frame
             return None
         place = end

@@ -188,6 +188,13 @@ class Train(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
+    )
+    checkpoint_activations: bool = Field(
+        False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
+    )
+    deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"

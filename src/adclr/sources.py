@@ -81,7 +81,7 @@ class ImageFolder(Items):
         super().__init__(root, listing.names, listing)
 
     def read(self, index: int) -> bytes:
-        return (self.root / self.paths[index]).read_bytes()
+        return read_file(os.path.join(self.root, self.paths[index]))
 
 
 class FileList(Items):
@@ -102,10 +102,7 @@ class FileList(Items):
         super().__init__(file, list(self.labels))
 
     def read(self, index: int) -> bytes:
-        path = self.root.parent / self.paths[index]
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device would never end
-            raise OSError("it is not a regular file")
-        return path.read_bytes()
+        return read_file(os.path.join(self.root.parent, self.paths[index]))
 
     def label(self, index: int) -> str | None:
         """What stands behind the tab; else the first folder of a relative path, the last of an absolute one."""
@@ -130,6 +127,22 @@ class Subset(Items):
 
     def label(self, index: int) -> str | None:
         return self.whole.label(int(self.chosen[index]))
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a file in half the system calls of `Path.read_bytes`, each of which counts on a network."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device would never end
+            raise OSError("it is not a regular file")
+        parts, wanted = [], status.st_size
+        while wanted > 0 and (part := os.read(file, wanted)):
+            parts.append(part)
+            wanted -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(file)
 
 
 def index_folder(root: Path) -> Listing:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
-from adclr.augment import render
+from adclr.ahead import Ahead
+from adclr.augment import Views, render
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
@@ -27,6 +28,7 @@ from adclr.journal import Journal, Meter
 from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
 from adclr.method import ADCLR, Branch
+from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.views import plan
@@ -145,6 +147,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         settings.data.max_unreadable,
         pin=device.type == "cuda",
         on_unreadable=quarantine,
+        gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
     gpu = fit.available(device) if device.type == "cuda" else 0.0
     room = cache.Room(fit.host_memory() / distributed.local_world_size(), gpu)
@@ -251,14 +254,19 @@ def _train(job: Job, start: int, probe: Probe | None) -> None:
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     model = DistributedDataParallel(job.method) if distributed.world_size() > 1 else job.method
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
+
+    def make(batch: Batch) -> Views:
+        return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
+
+    views = Ahead(batches, make, job.device)
     last_layer = job.method.student.head.last_layer
     try:
-        with Journal(settings, job.run, schedules, job.meter, job.feed, start) as journal:
+        with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
             if probe and start == 0:
                 journal.score(0, probe)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses = _losses(job, model, batches, step, values.teacher_temperature)
+                losses = _losses(job, model, views, step, values.teacher_temperature)
                 ok = optim.update(job.optimizer, last_layer, values, settings.optim.clip_norm, losses[0])
                 job.optimizer.zero_grad(set_to_none=True)
                 job.method.update(values.momentum, ok)
@@ -270,7 +278,7 @@ def _train(job: Job, start: int, probe: Probe | None) -> None:
                 if done % every == 0 or done == total:
                     _save(job, done)
     finally:
-        batches.close()
+        views.close()
 
 
 def _save(job: Job, done: int) -> None:
@@ -289,20 +297,19 @@ def _save(job: Job, done: int) -> None:
 def _losses(
     job: Job,
     model: ADCLR | DistributedDataParallel,
-    batches: Iterator[Batch],
+    views: Iterator[Views],
     step: int,
     teacher_temperature: float,
 ) -> Tensor:
     """Forward and backward over the micro-batches of a step; its losses, in the order of `method.Losses`."""
-    data, sums = job.settings.data, torch.zeros(5, device=job.device)
+    sums = torch.zeros(5, device=job.device)
     for micro in range(job.accumulate):
-        batch = next(batches)
-        views = render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
+        seen = next(views)
         torch.manual_seed(drop_path_seed(job.settings, step, micro))
         last = micro == job.accumulate - 1
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
             with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-                losses = model(views, teacher_temperature)
+                losses = model(seen, teacher_temperature)
             (losses.total / job.accumulate).backward()
         sums += torch.stack([loss.detach() for loss in losses]) / job.accumulate
     return sums

@@ -3,16 +3,23 @@
 Shape letters used throughout: B images, V views, Q queries, N patches, T tokens, D width, H heads, K prototypes,
 C channels, P side of a patch in pixels. Image tokens are `[CLS]`, registers if any, then patches, in this order;
 queries stand behind them. State keys are timm's, so weights go both ways.
+
+Blocks work on flat tokens, M×D, of sequences of one or more lengths (`Group`s) one behind the other: crops of all sizes
+share the norms and the matrix products, and only attention knows where one sequence ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adclr.attention import Group, attend
 
 QueryKeys = Literal["image", "patches", "image_and_self", "all"]
 PositionResampling = Literal["antialias", "plain"]
@@ -65,9 +72,11 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """B×T×D -> queries, keys, values, each B×H×T×(D/H)."""
-        batch, tokens, dim = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return self._heads(self.qkv(x))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, tokens, width = qkv.shape
+        q, k, v = qkv.view(batch, tokens, 3, self.num_heads, width // 3 // self.num_heads).permute(2, 0, 3, 1, 4)
         return q, k, v
 
     def join(self, x: Tensor) -> Tensor:
@@ -88,9 +97,19 @@ class Attention(nn.Module):
         mask = readable(q.shape[2], n, prefix, self.query_keys, q.device)
         return sdpa(q, k, v, attn_mask=mask)
 
-    def forward(self, x: Tensor, num_image: int) -> Tensor:
-        q, k, v = self.split(x)
-        return self.join(self.attend(q, k, v, num_image))
+    def forward(self, x: Tensor, groups: Sequence[Group]) -> Tensor:
+        """M×D -> M×D."""
+        qkv = self.qkv(x)
+        if self.query_keys in ("image", "all"):
+            if self.query_keys == "all":
+                groups = [group._replace(image=group.tokens) for group in groups]
+            return cast(Tensor, self.proj(attend(qkv, groups, self.num_heads)))
+        parts = qkv.split([group.sequences * group.tokens for group in groups])
+        found = []
+        for part, group in zip(parts, groups, strict=True):
+            q, k, v = self._heads(part.unflatten(0, (group.sequences, group.tokens)))
+            found.append(self.attend(q, k, v, group.image).transpose(1, 2).flatten(2).flatten(0, 1))
+        return cast(Tensor, self.proj(torch.cat(found)))
 
     def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """What `forward` gives for query tokens `x`, from the kept keys and values of the image tokens."""
@@ -131,22 +150,15 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
-    """In training, drops a sample's branch with probability `rate` and scales up the others."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
-            return x
-        kept = torch.empty(x.shape[0], 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - self.rate)
-        return x * kept / (1 - self.rate)
+def for_tokens(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
+    """One number for each sequence -> M×1, the same for all tokens of a sequence."""
+    parts = numbers.split([group.sequences for group in groups])
+    spread = [part[:, None].expand(-1, group.tokens).flatten() for part, group in zip(parts, groups, strict=True)]
+    return torch.cat(spread).unsqueeze(1)
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, attention: Attention, layer_scale: float | None, drop_path: float) -> None:
+    def __init__(self, dim: int, attention: Attention, layer_scale: float | None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = attention
@@ -154,17 +166,27 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = Mlp(dim, 4 * dim)
         self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-        self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, num_image: int) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), num_image)))
-        return self.think(x)
+    def forward(self, x: Tensor, groups: Sequence[Group], kept: Tensor | None = None) -> Tensor:
+        """M×D -> M×D. `kept`, 2×sequences, is what drop path multiplies the two branches of a sequence with."""
+        branch = self.ls1(self.attn(self.norm1(x), groups))
+        x = x + (branch if kept is None else branch * for_tokens(kept[0], groups))
+        branch = self.ls2(self.mlp(self.norm2(x)))
+        return x + (branch if kept is None else branch * for_tokens(kept[1], groups))
 
     def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """B×Q×D"""
         return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values)))
 
     def think(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.drop_path(self.ls2(self.mlp(self.norm2(x)))))
+        return x + cast(Tensor, self.ls2(self.mlp(self.norm2(x))))
+
+
+RunBlock = Callable[[nn.Module, Tensor, tuple[Group, ...], Tensor | None], Tensor]
+
+
+def run_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None) -> Tensor:
+    return cast(Tensor, block(x, groups, kept))
 
 
 class PatchEmbed(nn.Module):
@@ -173,8 +195,24 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(num_channels, dim, patch_size, patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        """B×C×height×width -> B×D×(height/P)×(width/P)."""
-        return cast(Tensor, self.proj(images))
+        """B×C×height×width -> B×N×D. One matrix product: patches do not overlap."""
+        batch, channels, height, width = images.shape
+        patch = self.proj.kernel_size[0]
+        x = images.view(batch, channels, height // patch, patch, width // patch, patch)
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
+
+
+@cache
+def _resampling(
+    stored: tuple[int, int], wanted: tuple[int, int], how: PositionResampling, device: torch.device
+) -> Tensor:
+    """The matrix that resamples a grid: the gradient of interpolation, on a GPU, adds up in no fixed order."""
+    count = stored[0] * stored[1]
+    with torch.no_grad(), torch.inference_mode(False):
+        each = torch.eye(count).view(count, 1, *stored)
+        found = F.interpolate(each, size=wanted, mode="bicubic", antialias=how == "antialias")
+        return found.view(count, -1).T.contiguous().to(device)
 
 
 class VisionTransformer(nn.Module):
@@ -218,14 +256,11 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
         self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
         self.blocks = nn.ModuleList(
-            Block(
-                dim,
-                Attention(dim, num_heads, query_keys, self.num_prefix),
-                layer_scale,
-                drop_path * i / max(1, depth - 1),
-            )
-            for i in range(depth)
+            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale) for _ in range(depth)
         )
+        self.drop_path = drop_path  # of the last block, the first has none, linear in between
+        self.run_block: RunBlock = run_block  # by `forward_many`
+        self.checkpoint_blocks = False  # in training: blocks keep their inputs alone and are run again in backward
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self._initialise()
 
@@ -249,19 +284,16 @@ class VisionTransformer(nn.Module):
         """The positions of `[CLS]` (unless there are registers) and of a grid of patches, resampled if need be."""
         if grid == self.grid:
             return self.pos_embed
-        prefix = self.pos_embed[:, : self.positioned_prefix]
-        stored = self.pos_embed[:, self.positioned_prefix :].float()
-        stored = stored.reshape(1, *self.grid, self.dim).permute(0, 3, 1, 2)
-        antialias = self.position_resampling == "antialias"
-        resampled = F.interpolate(stored, size=grid, mode="bicubic", antialias=antialias)
-        resampled = resampled.permute(0, 2, 3, 1).flatten(1, 2).to(prefix.dtype)
-        return torch.cat([prefix, resampled], dim=1)
+        prefix, stored = self.pos_embed.split([self.positioned_prefix, self.grid[0] * self.grid[1]], dim=1)
+        matrix = _resampling(self.grid, grid, self.position_resampling, stored.device)
+        with torch.autocast(stored.device.type, enabled=False):
+            return torch.cat([prefix, (matrix.to(stored.dtype) @ stored)], dim=1)
 
     def embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """The image tokens, B×(1+R+N)×D."""
         batch = images.shape[0]
         grid = self.grid_of(images.shape[2], images.shape[3])
-        x = self.patch_embed(images).flatten(2).transpose(1, 2)
+        x = self.patch_embed(images)
         if mask is not None:
             if self.mask_token is None:
                 raise ValueError("this backbone was made without a mask token")
@@ -279,6 +311,13 @@ class VisionTransformer(nn.Module):
         batch, count = queries.shape[:2]
         embedded: Tensor = self.patch_embed(queries.flatten(0, 1))
         return embedded.view(batch, count, self.dim)
+
+    def _kept(self, num_sequences: int, device: torch.device) -> Tensor | None:
+        """What drop path multiplies with, depth×2×sequences: 0, or 1 / (1 - rate) so that the mean stays."""
+        if not self.training or not self.drop_path:
+            return None
+        rates = torch.linspace(0, self.drop_path, self.depth, device=device)[:, None, None]
+        return (torch.rand(self.depth, 2, num_sequences, device=device) >= rates) / (1 - rates)
 
     def _start(self, images: Tensor, queries: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int]:
         x = self.embed(images, mask)
@@ -298,35 +337,55 @@ class VisionTransformer(nn.Module):
     # -- tokens out --
 
     def forward(self, images: Tensor, queries: Tensor | None = None, mask: Tensor | None = None) -> Tokens:
-        x, num_image = self._start(images, queries, mask)
-        for block in self.blocks:
-            x = block(x, num_image)
-        return self._name(self.norm(x), num_image)
+        return self._forward([Input(images, queries, mask)], run_block)[0]
 
     def forward_many(self, inputs: Sequence[Input]) -> list[Tokens]:
-        """One forward for each crop size."""
-        return [self(*item) for item in inputs]
+        """`forward` of several inputs at once, such as crops of several sizes; in training, as fast as can be."""
+        return self._forward(inputs, self.run_block)
+
+    def _forward(self, inputs: Sequence[Input], run: RunBlock) -> list[Tokens]:
+        started = [self._start(*item) for item in inputs]
+        groups = tuple(Group(x.shape[0], x.shape[1], num_image) for x, num_image in started)
+        x = torch.cat([x.flatten(0, 1) for x, _ in started])
+        kept = self._kept(sum(group.sequences for group in groups), x.device)
+        again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
+        for i, block in enumerate(self.blocks):
+            given = block, x, groups, None if kept is None else kept[i]
+            x = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False) if again else run(*given)
+        parts = self.norm(x).split([group.sequences * group.tokens for group in groups])
+        return [
+            self._name(part.unflatten(0, (group.sequences, group.tokens)), group.image)
+            for part, group in zip(parts, groups, strict=True)
+        ]
+
+    def compile_blocks(self, **options: Any) -> None:
+        """From now on `forward_many` runs blocks compiled: one graph for all of them, made once for each shape."""
+        self.run_block = torch.compile(run_block, dynamic=False, **options)
 
     def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
         """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""
         wanted = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         chosen = [layer % self.depth for layer in wanted]
         x, num_image = self._start(images, None, None)
+        group = Group(x.shape[0], x.shape[1], num_image)
+        x = x.flatten(0, 1)
         found = {}
         for i, block in enumerate(self.blocks):
-            x = block(x, num_image)
+            x = block(x, (group,))
             if i in chosen:
-                found[i] = self._name(self.norm(x) if norm else x, num_image)
+                found[i] = self._name((self.norm(x) if norm else x).unflatten(0, group[:2]), num_image)
         return [found[i] for i in chosen]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
         """B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""
         x, num_image = self._start(images, queries, None)
+        group = Group(x.shape[0], x.shape[1], num_image)
+        x = x.flatten(0, 1)
         for i, layer in enumerate(self.blocks):
             assert isinstance(layer, Block)
             if i == block % self.depth:
-                return layer.attn.weights(layer.norm1(x), num_image)
-            x = layer(x, num_image)
+                return layer.attn.weights(layer.norm1(x).unflatten(0, group[:2]), num_image)
+            x = layer(x, (group,))
         raise AssertionError("a ViT has at least one block")
 
     # -- read once, ask often --
@@ -342,7 +401,7 @@ class VisionTransformer(nn.Module):
             q, k, v = block.attn.split(block.norm1(x))
             keys.append(k)
             values.append(v)
-            x = block.think(x + block.drop_path(block.ls1(block.attn.join(block.attn.attend(q, k, v, num_image)))))
+            x = block.think(x + block.ls1(block.attn.join(block.attn.attend(q, k, v, num_image))))
         return Memory(keys, values, self._name(self.norm(x), num_image))
 
     def ask(self, memory: Memory, queries: Tensor) -> Tensor:

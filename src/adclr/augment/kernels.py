@@ -1,7 +1,9 @@
 """The views of `augment.render` in a few Triton kernels, for NVIDIA GPUs; the plain operations are their oracle.
 
-Five launches for each kind of crop: resize along rows and along columns straight from the packed images, colours, blur
-(two), and solarise with normalise. A program works on one crop, so a view cannot depend on its neighbours.
+Seven launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
+images and then across the rows, colours, blur (two), and solarise with normalise. Down comes first because its reads
+lie side by side, so that the larger half of the work is the cheap one. A program works on one crop, so a view cannot
+depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from torch import Tensor
 
 from adclr import views as planning
 from adclr.augment.photometric import BLUR_RADIUS
-from adclr.augment.transfer import send
+from adclr.augment.resample import num_taps
+from adclr.augment.transfer import send_all
 
-# A crop is 8 numbers of the table: offset, height, width, top, left, crop height, crop width, flip.
-ROWS, PIXELS = 8, 1024  # rows and pixels a program works on at once
+# A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
+# and width, whether it is flipped, and where its half-resized form begins.
+ENTRY = 7
+ROWS, COLUMNS, PIXELS = 8, 128, 1024  # rows, columns and pixels a program works on at once
+WARPS = 2  # of the resizing: two columns for each thread, so that a weight is loaded once for both
+HALF = 2**26  # numbers of half-resized crops and weights held at once (256 MiB)
 
 
 @triton.jit
@@ -45,60 +52,95 @@ def _reach(target, length, size):
 
 
 @triton.jit
-def _tap(place, center, wide, last, length):
-    """The weight of a place, 0 past the last, and the pixel that stands for it."""
-    weight = tl.where(place < last, _cubic((place - center + 0.5) / wide), 0.0)
-    return weight, tl.minimum(place, length.to(tl.float32) - 1.0).to(tl.int64)
+def _taps(length, size):
+    """How many taps an output has at most."""
+    return tl.ceil(4.0 * tl.maximum(length.to(tl.float32) / size, 1.0)).to(tl.int32) + 1
 
 
 @triton.jit
-def _rows(data, table, starts, half, size, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each row of each crop to `size` columns, flipped if need be: half[start + channel·height + row, column]."""
+def _mirrored(place, size, flip):
+    return tl.where(flip > 0, size - 1 - place, place)
+
+
+@triton.jit
+def _weights(table, weights, size, most, ENTRY: tl.constexpr, OUTPUTS: tl.constexpr):
+    """weights[crop, axis, tap, output], axis 0 down and 1 across: computed once, for every pixel to use; sum 1."""
+    n, axis = tl.program_id(0), tl.program_id(1)
+    entry = table + n * ENTRY
+    length = tl.load(entry + 3 + axis).to(tl.int32)
+    flip = tl.load(entry + 5).to(tl.int32) * axis
+    place = tl.arange(0, OUTPUTS)
+    center, wide, first, last = _reach(_mirrored(place, size, flip), length, size)
+    write = weights + ((n.to(tl.int64) * 2 + axis) * most) * size + place
+    inside = place < size
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    count = _taps(length, size)
+    for tap in range(count):
+        at = first + tap
+        total += tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
+    for tap in range(count):
+        at = first + tap
+        weight = tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
+        tl.store(write + tap * size, weight / total, mask=inside)
+
+
+@triton.jit
+def _down(
+    data, table, weights, half, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column]."""
     n = tl.program_id(0)
-    offset, height, width = tl.load(table + n * 8), tl.load(table + n * 8 + 1), tl.load(table + n * 8 + 2)
-    top, left = tl.load(table + n * 8 + 3), tl.load(table + n * 8 + 4)
-    crop_height, crop_width = tl.load(table + n * 8 + 5), tl.load(table + n * 8 + 6)
-    flip, start = tl.load(table + n * 8 + 7), tl.load(starts + n)
+    entry = table + n * ENTRY
+    base, stride, plane = tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2)
+    height, width = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+    start = tl.load(entry + 6)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < crop_height)[:, None] & (column < size)[None, :]
-    center, wide, first, last = _reach(tl.where(flip > 0, size - 1 - column, column), crop_width, size)
-    count = tl.ceil(4.0 * wide).to(tl.int32) + 1
-    base = offset + (top + row)[:, None] * width + left
-    if tl.program_id(1) * ROWS < crop_height:
+    if tl.program_id(2) * COLUMNS < width:
+        inside = (row < size)[:, None] & (column < width)[None, :]
+        _, _, first, _ = _reach(row, height, size)
+        top = first.to(tl.int32)
+        count = _taps(height, size)
+        weight = weights + (n.to(tl.int64) * 2 * most) * size + row
         for channel in range(channels):
+            read = data + base + channel * plane
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            total = tl.zeros((COLUMNS,), tl.float32)
             for tap in range(count):
-                weight, source = _tap(first + tap, center, wide, last, crop_width)
-                total += weight
-                pixel = tl.load(data + base + channel * height * width + source[None, :], mask=inside, other=0)
-                sums += pixel.to(tl.float32) * weight[None, :]
-            out = (start + channel * crop_height + row)[:, None] * size + column[None, :]
-            tl.store(half + out, sums / total[None, :], mask=inside)
+                factor = tl.load(weight + tap * size, mask=row < size, other=0.0)
+                source = tl.minimum(top + tap, height - 1) * stride
+                pixel = tl.load(read + (source[:, None] + column[None, :]), mask=inside, other=0)
+                sums += pixel.to(tl.float32) * factor[:, None]
+            write = half + start + channel * size * width
+            tl.store(write + (row[:, None] * width + column[None, :]), sums, mask=inside)
 
 
 @triton.jit
-def _columns(half, table, starts, crops, size, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of `half` to `size` rows: crops[crop, channel, row, column] in [0, 1]."""
+def _across(
+    half, table, weights, crops, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] in [0, 1]."""
     n = tl.program_id(0)
-    crop_height, start = tl.load(table + n * 8 + 5), tl.load(starts + n)
+    entry = table + n * ENTRY
+    width, flip = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+    start = tl.load(entry + 6)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < size)[:, None] & (column < size)[None, :]
-    center, wide, first, last = _reach(row, crop_height, size)
-    count = tl.ceil(4.0 * wide).to(tl.int32) + 1
+    _, _, first, _ = _reach(_mirrored(column, size, flip), width, size)
+    left = first.to(tl.int32)
+    count = _taps(width, size)
+    weight = weights + ((n.to(tl.int64) * 2 + 1) * most) * size + column
     for channel in range(channels):
+        read = half + start + channel * size * width
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
         for tap in range(count):
-            weight, source = _tap(first + tap, center, wide, last, crop_height)
-            total += weight
-            address = (start + channel * crop_height + source)[:, None] * size + column[None, :]
-            sums += tl.load(half + address, mask=inside, other=0.0) * weight[:, None]
-        value = tl.minimum(tl.maximum(sums / total[:, None], 0.0), 255.0) / 255.0
-        out = ((n.to(tl.int64) * channels + channel) * size + row)[:, None] * size + column[None, :]
-        tl.store(crops + out, value, mask=inside)
+            factor = tl.load(weight + tap * size, mask=column < size, other=0.0)
+            source = tl.minimum(left + tap, width - 1)
+            value = tl.load(read + (row[:, None] * width + source[None, :]), mask=inside, other=0.0)
+            sums += value * factor[None, :]
+        value = tl.minimum(tl.maximum(sums, 0.0), 255.0) / 255.0
+        write = crops + (n.to(tl.int64) * channels + channel) * size * size
+        tl.store(write + (row[:, None] * size + column[None, :]), value, mask=inside)
 
 
 @triton.jit
@@ -228,47 +270,78 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     batch, count = crops.flip.shape
     by_view = np.arange(batch * count).reshape(batch, count).T.reshape(-1)  # view-major, as the method wants them
     image = by_view // count
-    number = len(by_view)
 
     def flat(array: NDArray[Any], kind: type) -> NDArray[Any]:
         return array.reshape(batch * count, *array.shape[2:])[by_view].astype(kind)
 
-    boxes = flat(crops.boxes, np.int64)
-    table = np.concatenate(
-        [packed.offsets[image][:, None], packed.sizes[image], boxes, flat(crops.flip, np.int64)[:, None]], axis=1
-    )
-    heights = boxes[:, 2] * channels
-    starts = np.cumsum(heights) - heights  # rows of the half-resized crops before each
-    half = torch.empty(int(heights.sum()), size, device=device)
-    out = torch.empty(number, channels, size, size, device=device)
-    columns = min(64, triton.next_power_of_2(size))
-    wide, places = send(table, device), send(starts, device)
-    blocks = triton.cdiv(size, columns)
-    tallest = int(boxes[:, 2].max())
-    _rows[(number, triton.cdiv(tallest, ROWS), blocks)](
-        packed.bytes, wide, places, half, size, channels, ROWS=ROWS, COLUMNS=columns
-    )
-    _columns[(number, triton.cdiv(size, ROWS), blocks)](
-        half, wide, places, out, size, channels, ROWS=ROWS, COLUMNS=columns
-    )
-    pixels = size * size
-    jitter, grey = flat(crops.jitter, np.int32), flat(crops.grey, np.int32)
-    if channels == 3 and (jitter | grey).any():
-        factors, order = flat(crops.factors, np.float32), flat(crops.order, np.int32)
-        numbers = [send(array, device) for array in (jitter, factors, order, grey)]
-        _colours[(number,)](out, *numbers, pixels, PIXELS=PIXELS)
+    boxes, sizes = flat(crops.boxes, np.int64), packed.sizes[image]
+    table = np.empty((len(by_view), ENTRY), np.int64)
+    table[:, 0] = packed.offsets[image] + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
+    table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
+    table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip, np.int64)
+    numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
+    most = num_taps(int(boxes[:, 2:].max()), size)
+    groups = _groups(numbers + 2 * size * most)
+    for group in groups:
+        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
     sigma = flat(crops.sigma, np.float32)
     blurred = np.flatnonzero(sigma > 0)
+    jitter, grey = flat(crops.jitter, np.int32), flat(crops.grey, np.int32)
+    on_device = send_all(
+        [
+            table,
+            jitter,
+            flat(crops.factors, np.float32),
+            flat(crops.order, np.int32),
+            grey,
+            sigma[blurred],
+            blurred,
+            np.arange(len(blurred)),
+            flat(crops.solarise, np.int32),
+            np.array(mean, np.float32),
+            np.array(std, np.float32),
+        ],
+        device,
+    )
+    entries, on, factors, order, to_grey, sigmas, here, own, solar, center, scale = on_device
+    out = torch.empty(len(by_view), channels, size, size, device=device)
+    for group in groups:
+        _resize(packed.bytes, entries[group], most, boxes[group], int(numbers[group].sum()), out[group])
+    pixels = size * size
+    if channels == 3 and (jitter | grey).any():
+        _colours[(len(out),)](out, on, factors, order, to_grey, pixels, PIXELS=PIXELS)
     if len(blurred):
         temporary = torch.empty(len(blurred), channels, size, size, device=device)
-        here, own = send(blurred, device), send(np.arange(len(blurred)), device)
-        widths, radius = send(sigma[blurred], device), min(BLUR_RADIUS, size - 1)
-        grid = (len(blurred), channels, triton.cdiv(pixels, PIXELS))
-        _blur[grid](out, temporary, here, own, widths, size, channels, 1, radius, PIXELS=PIXELS)
-        _blur[grid](temporary, out, own, here, widths, size, channels, size, radius, PIXELS=PIXELS)
-    solar = send(flat(crops.solarise, np.int32), device)
-    center, scale = (send(np.array(numbers, np.float32), device) for numbers in (mean, std))
-    _finish[(number, triton.cdiv(channels * pixels, PIXELS))](
+        radius, grid = min(BLUR_RADIUS, size - 1), (len(blurred), channels, triton.cdiv(pixels, PIXELS))
+        _blur[grid](out, temporary, here, own, sigmas, size, channels, 1, radius, PIXELS=PIXELS)
+        _blur[grid](temporary, out, own, here, sigmas, size, channels, size, radius, PIXELS=PIXELS)
+    _finish[(len(out), triton.cdiv(channels * pixels, PIXELS))](
         out, solar, center, scale, pixels, channels, PIXELS=PIXELS
     )
     return out.view(count, batch, channels, size, size)
+
+
+def _groups(numbers: NDArray[np.int64]) -> list[slice]:
+    """Runs of crops that need at most `HALF` numbers together, or one crop."""
+    ends, groups, first = np.cumsum(numbers), [], 0
+    while first < len(numbers):
+        before = ends[first] - numbers[first]
+        last = max(first + 1, int(np.searchsorted(ends, before + HALF, "right")))
+        groups.append(slice(first, last))
+        first = last
+    return groups
+
+
+def _resize(data: Tensor, entries: Tensor, most: int, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
+    """Crop and resize into `out`; `boxes` are the entries' on the host, for the sizes of the launches."""
+    number, channels, size = out.shape[:3]
+    half = torch.empty(half_size, device=out.device)
+    weights = torch.empty(number, 2, most, size, device=out.device)
+    _weights[(number, 2)](entries, weights, size, most, ENTRY=ENTRY, OUTPUTS=triton.next_power_of_2(size))
+    rows, columns = triton.cdiv(size, ROWS), min(COLUMNS, triton.next_power_of_2(size))
+    widest = triton.cdiv(int(boxes[:, 3].max()), COLUMNS)
+    shape = {"ENTRY": ENTRY, "ROWS": ROWS, "num_warps": WARPS}
+    _down[(number, rows, widest)](data, entries, weights, half, size, channels, most, COLUMNS=COLUMNS, **shape)
+    _across[(number, rows, triton.cdiv(size, columns))](
+        half, entries, weights, out, size, channels, most, COLUMNS=columns, **shape
+    )

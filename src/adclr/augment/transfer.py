@@ -16,3 +16,16 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def send_all(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """All of them in one copy: each would cost 50 µs of the host's time."""
+    places = np.cumsum([0] + [-(-array.nbytes // 16) * 16 for array in arrays])  # each begins at 16 bytes
+    buffer = np.zeros(int(places[-1]), np.uint8)
+    for array, place in zip(arrays, places[:-1], strict=True):
+        buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = send(buffer, device)
+    return [
+        sent[place : place + array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype).view(array.shape)
+        for array, place in zip(arrays, places[:-1], strict=True)
+    ]
