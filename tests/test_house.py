@@ -9,7 +9,7 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"vit", "heads", "losses", "method"}
+METHOD = {"attention", "attention_kernels", "vit", "heads", "losses", "method"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
@@ -45,7 +45,8 @@ def test_the_method_knows_tensors_only() -> None:
     for name in METHOD:
         ours, others = ROOMS[f"{name}.py"]
         assert ours <= METHOD | {"distributed"}, name
-        assert others <= {"torch", "math", "typing", "collections", "__future__"}, name
+        kernels = {"triton"} if name == "attention_kernels" else set()  # which nobody imports before he runs them
+        assert others <= {"torch", "math", "typing", "collections", "importlib", "__future__"} | kernels, name
 
 
 def test_the_ground_floor_knows_nothing_above_it() -> None:
@@ -59,6 +60,15 @@ def test_torch_is_not_needed_to_refuse_a_command() -> None:
         tree = ast.parse((SOURCE / f"{name}.py").read_text())
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert "torch" not in ast.dump(ast.Module(top, [])), name
+
+
+def test_triton_is_not_needed_where_there_is_no_gpu() -> None:
+    for file in ROOMS:
+        tree = ast.parse((SOURCE / file).read_text())
+        top = ast.dump(ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], []))
+        if not file.endswith("kernels.py"):
+            assert "triton" not in top, file
+            assert "kernels" not in top, file
 
 
 def test_evaluations_do_not_know_how_weights_were_made() -> None:
