@@ -9,7 +9,7 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"attention", "attention_kernels", "vit", "heads", "losses", "method"}
+METHOD = {"attention", "attention_kernels", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
@@ -45,8 +45,9 @@ def test_the_method_knows_tensors_only() -> None:
     for name in METHOD:
         ours, others = ROOMS[f"{name}.py"]
         assert ours <= METHOD | {"distributed"}, name
-        kernels = {"triton"} if name == "attention_kernels" else set()  # which nobody imports before he runs them
-        assert others <= {"torch", "math", "typing", "collections", "importlib", "__future__"} | kernels, name
+        kernels = {"triton"} if name.endswith("_kernels") else set()  # which nobody imports before he runs them
+        known = {"torch", "math", "typing", "collections", "functools", "importlib", "__future__"}
+        assert others <= known | kernels, name
 
 
 def test_the_ground_floor_knows_nothing_above_it() -> None:

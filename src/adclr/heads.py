@@ -60,5 +60,9 @@ class Prototypes(nn.Module):
         self.direction = nn.Parameter(direction)
         self.gain = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=train_gain)
 
+    def matrix(self) -> Tensor:
+        """K×256."""
+        return self.gain * F.normalize(self.direction, dim=-1)
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.gain * F.normalize(self.direction, dim=-1))
+        return F.linear(x, self.matrix())

@@ -11,9 +11,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adclr import fused
 from adclr.heads import ProjectionHead
 from adclr.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.vit import Input, Tokens, VisionTransformer
+
+Kind = Literal["global", "query", "masked"]
 
 
 class Masks(Protocol):
@@ -54,6 +57,13 @@ class Targets(NamedTuple):
     masked: Tensor | None  # M×K
 
 
+class Rows(NamedTuple):
+    """What the head projects of one branch's tokens, before the last layer."""
+
+    projected: Tensor  # R×256, of length 1: `[CLS]` of every view, then the queries of every view, then masked patches
+    sizes: tuple[int, int, int]  # how many of each
+
+
 class Branch(nn.Module):
     """A backbone with its head; the student is one and the teacher is one."""
 
@@ -92,7 +102,7 @@ class ADCLR(nn.Module):
         self.centers = nn.ModuleDict({kind: Center(self.num_prototypes, center_momentum) for kind in kinds})
         self.train()
 
-    def center(self, kind: Literal["global", "query", "masked"]) -> Center:
+    def center(self, kind: Kind) -> Center:
         center = self.centers[kind if kind in self.centers else "shared"]
         assert isinstance(center, Center)
         return center
@@ -103,47 +113,42 @@ class ADCLR(nn.Module):
         return self
 
     def forward(self, views: Views, teacher_temperature: float) -> Losses:
+        if self.target == "center" and fused.possible(views.global_crops):
+            taught = self.read_as_teacher(views)
+            return self.compare_in_chunks(taught, self.read_as_student(views), views, teacher_temperature)
         targets = self.teach(views, teacher_temperature)
         cls, query, masked = self.study(views)
         return self.compare(targets, cls, query, masked, views.masks)
 
     @torch.no_grad()
-    def teach(self, views: Views, temperature: float) -> Targets:
-        """The teacher reads the two whole global views and says what the student should."""
-        crops = views.global_crops
-        tokens = self.teacher.backbone(crops.flatten(0, 1), _for_each_view(views.queries, crops.shape[0]))
-        head = self.teacher.head
-        global_ = self._targets("global", head.project(tokens.cls), None, temperature)
-        query = masked = None
+    def read_as_teacher(self, views: Views) -> Rows:
+        """The teacher reads the two whole global views; the centers see every row, also of patches not masked."""
+        crops, head = views.global_crops, self.teacher.head
+        seen = Input(crops.flatten(0, 1), _for_each_view(views.queries, crops.shape[0]))
+        (tokens,) = self.teacher.backbone.forward_many([seen])
+        cls = head.project(tokens.cls)
+        query = masked = cls[:0]
+        self._observe("global", cls)
         if tokens.queries is not None:
-            query = self._targets("query", head.project(tokens.queries.flatten(0, 1)), None, temperature)
-            query = query.view(crops.shape[0], -1, self.num_prototypes)
+            query = head.project(tokens.queries.flatten(0, 1))
+            self._observe("query", query)
         if views.masks is not None:
             patches = head.project(tokens.patches.flatten(0, 1))
-            masked = self._targets("masked", patches, views.masks.index, temperature)
-        return Targets(global_.view(crops.shape[0], -1, self.num_prototypes), query, masked)
+            self._observe("masked", patches)
+            masked = patches[views.masks.index]
+        return Rows(torch.cat([cls, query, masked]), (len(cls), len(query), len(masked)))
 
-    def _targets(
-        self,
-        kind: Literal["global", "query", "masked"],
-        projected: Tensor,
-        index: Tensor | None,
-        temperature: float,
-    ) -> Tensor:
-        """Targets of the rows at `index` (all if None); the center sees every row."""
-        head = self.teacher.head
-        logits = head.prototypes(projected if index is None else projected[index])
-        if self.target == "sinkhorn":
-            return sinkhorn(logits, temperature)
-        center = self.center(kind)
-        with torch.autocast(projected.device.type, enabled=False):
-            mean = projected.mean(dim=0, dtype=head.last_layer.direction.dtype)
-            center.observe(head.prototypes(mean), projected.shape[0])
-        return center.targets(logits, temperature)
+    def _observe(self, kind: Kind, projected: Tensor) -> None:
+        """The last layer is linear: the mean of the outputs is the output of the mean."""
+        if self.target == "center":
+            head = self.teacher.head
+            with torch.autocast(projected.device.type, enabled=False):
+                mean = projected.mean(dim=0, dtype=head.last_layer.direction.dtype)
+                self.center(kind).observe(head.prototypes(mean), projected.shape[0])
 
-    def study(self, views: Views) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The student's logits: `[CLS]` V×B×K, queries V×(B·Q)×K, masked patches M×K; one pass of the head."""
-        crops, batch = views.global_crops, views.global_crops.shape[1]
+    def read_as_student(self, views: Views) -> Rows:
+        """The student reads all views, the global ones masked; one pass of the head."""
+        crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
         inputs = [Input(crops.flatten(0, 1), _for_each_view(views.queries, crops.shape[0]), mask)]
         if views.local_crops is not None:
@@ -157,17 +162,54 @@ class ADCLR(nn.Module):
         num_queries = sum(len(part) for part in rows[1:])
         if views.masks is not None:
             rows.append(outputs[0].patches.flatten(0, 1)[views.masks.index])
-        logits = self.student.head(torch.cat(rows))
-        own, query, masked = logits.split([len(cls), num_queries, len(logits) - len(cls) - num_queries])
-        return (
-            own.unflatten(0, (-1, batch)),
-            query.unflatten(0, (-1, batch * self._num_queries(views))) if num_queries else None,
-            masked if views.masks is not None else None,
-        )
+        projected = self.student.head.project(torch.cat(rows))
+        return Rows(projected, (len(cls), num_queries, len(projected) - len(cls) - num_queries))
 
-    @staticmethod
-    def _num_queries(views: Views) -> int:
-        return 0 if views.queries is None else views.queries.shape[1]
+    @torch.no_grad()
+    def teach(self, views: Views, temperature: float) -> Targets:
+        """What the teacher says the student should say."""
+        rows = self.read_as_teacher(views)
+        logits = _split(self.teacher.head.prototypes(rows.projected), rows, views)
+
+        def targets(kind: Kind, logits: Tensor | None) -> Tensor | None:
+            if logits is None:
+                return None
+            flat = logits.flatten(0, -2)
+            if self.target == "sinkhorn":
+                return sinkhorn(flat, temperature).view(logits.shape)
+            return self.center(kind).targets(flat, temperature).view(logits.shape)
+
+        global_ = targets("global", logits[0])
+        assert global_ is not None
+        return Targets(global_, targets("query", logits[1]), targets("masked", logits[2]))
+
+    def study(self, views: Views) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The student's logits: `[CLS]` V×B×K, queries V×(B·Q)×K, masked patches M×K."""
+        rows = self.read_as_student(views)
+        return _split(self.student.head.prototypes(rows.projected), rows, views)
+
+    def compare_in_chunks(self, taught: Rows, studied: Rows, views: Views, teacher_temperature: float) -> Losses:
+        """As `compare`, from rows before the last layer, whose logits are never all there; only `total` has a graph."""
+        images = views.global_crops.shape[1]
+        queries = images * _num_queries(views)
+        num_cls, num_queries, num_masked = studied.sizes
+        weights = studied.projected[:0, 0] if views.masks is None else views.masks.weight
+        parts = (
+            fused.Part(images, num_cls // images, self.center("global").value, 1.0),
+            fused.Part(queries, num_queries // max(1, queries), self.center("query").value, self.query_weight),
+            fused.Part(num_masked, 1, self.center("masked").value, self.masked_weight, weights),
+        )
+        found = fused.compare(
+            studied.projected,
+            self.student.head.last_layer.matrix(),
+            taught.projected,
+            self.teacher.head.last_layer.matrix(),
+            parts,
+            self.student_temperature,
+            teacher_temperature,
+        )
+        global_, query, masked = found.losses
+        return Losses(found.total, global_, query, masked, found.entropy)
 
     def compare(
         self, targets: Targets, cls: Tensor, query: Tensor | None, masked: Tensor | None, masks: Masks | None
@@ -209,3 +251,18 @@ class ADCLR(nn.Module):
 def _for_each_view(queries: Tensor | None, num_views: int) -> Tensor | None:
     """B×Q×... -> (V·B)×Q×...: the same pixels go to every view."""
     return None if queries is None else queries.repeat(num_views, 1, 1, 1, 1)
+
+
+def _num_queries(views: Views) -> int:
+    return 0 if views.queries is None else views.queries.shape[1]
+
+
+def _split(x: Tensor, rows: Rows, views: Views) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """R×K -> `[CLS]` V×B×K, queries V×(B·Q)×K, masked patches M×K."""
+    batch = views.global_crops.shape[1]
+    cls, query, masked = x.split_with_sizes(rows.sizes)
+    return (
+        cls.view(-1, batch, x.shape[-1]),
+        None if views.queries is None else query.view(-1, batch * _num_queries(views), x.shape[-1]),
+        None if views.masks is None else masked,
+    )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import fit, scenes, training
+from adclr import fit, fused, scenes, training
 from adclr.augment import Views, pack, render
 from adclr.config import build
 from adclr.draws import key_of
@@ -107,6 +107,26 @@ def test_bfloat16_losses_are_near_float32s() -> None:
         near = method(views, 0.04)
     for name in ("global_", "query", "masked"):
         assert getattr(near, name).item() == pytest.approx(getattr(exact, name).item(), rel=1e-2), name
+
+
+def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full size in float32; and with the network in bfloat16, whose own rounding is then the larger."""
+    settings, views = default_views(8, CUDA, masked_weight=1.0, **{"model.drop_path": 0.0})
+    method = training.build(settings).to(CUDA)
+    found = {}
+    for name, chunks, low in (("plain", False, False), ("chunks", True, False), ("bfloat16", True, True)):
+        monkeypatch.setattr(fused, "possible", lambda images, chunks=chunks: chunks)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=low):
+            losses = method(views, 0.04)
+        losses.total.backward()
+        head = method.student.head
+        gradients = [p.grad.flatten() for p in (head.mlp[0].weight, head.last_layer.direction) if p.grad is not None]
+        found[name] = torch.stack(list(losses)).detach(), gradients
+        method.zero_grad(set_to_none=True)
+    for name, tolerance, cosine in (("chunks", 1e-5, 1 - 1e-6), ("bfloat16", 1e-2, 0.98)):
+        torch.testing.assert_close(found[name][0], found["plain"][0], rtol=tolerance, atol=0)
+        for a, b in zip(found[name][1], found["plain"][1], strict=True):
+            assert torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0) > cosine, name
 
 
 def test_a_step_never_waits_for_the_gpu() -> None:
