@@ -200,7 +200,7 @@ class PatchEmbed(nn.Module):
         patch = self.proj.kernel_size[0]
         x = images.view(batch, channels, height // patch, patch, width // patch, patch)
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
+        return cast(Tensor, F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
 
 
 @cache
@@ -284,7 +284,7 @@ class VisionTransformer(nn.Module):
         """The positions of `[CLS]` (unless there are registers) and of a grid of patches, resampled if need be."""
         if grid == self.grid:
             return self.pos_embed
-        prefix, stored = self.pos_embed.split([self.positioned_prefix, self.grid[0] * self.grid[1]], dim=1)
+        prefix, stored = self.pos_embed[:, : self.positioned_prefix], self.pos_embed[:, self.positioned_prefix :]
         matrix = _resampling(self.grid, grid, self.position_resampling, stored.device)
         with torch.autocast(stored.device.type, enabled=False):
             return torch.cat([prefix, (matrix.to(stored.dtype) @ stored)], dim=1)
