@@ -152,7 +152,7 @@ class LayerScale(nn.Module):
 
 def for_tokens(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
     """One number for each sequence -> M×1, the same for all tokens of a sequence."""
-    parts = numbers.split([group.sequences for group in groups])
+    parts = torch.split(numbers, [group.sequences for group in groups])
     spread = [part[:, None].expand(-1, group.tokens).flatten() for part, group in zip(parts, groups, strict=True)]
     return torch.cat(spread).unsqueeze(1)
 
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, groups: Sequence[Group], kept: Tensor | None = None) -> Tensor:
         """M×D -> M×D. `kept`, 2×sequences, is what drop path multiplies the two branches of a sequence with."""
-        branch = self.ls1(self.attn(self.norm1(x), groups))
+        branch: Tensor = self.ls1(self.attn(self.norm1(x), groups))
         x = x + (branch if kept is None else branch * for_tokens(kept[0], groups))
         branch = self.ls2(self.mlp(self.norm2(x)))
         return x + (branch if kept is None else branch * for_tokens(kept[1], groups))
@@ -200,7 +200,7 @@ class PatchEmbed(nn.Module):
         patch = self.proj.kernel_size[0]
         x = images.view(batch, channels, height // patch, patch, width // patch, patch)
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return cast(Tensor, F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+        return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
 
 
 @cache
