@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 VARIANTS = {  # forward, backward
     "whole": (Config("forward", 128, 128, 4), Config("whole", 0, 0, 4)),
-    "whole, 3 heads": (Config("forward", 32, 32, 4, heads=3), Config("whole", 0, 0, 4, heads=3)),
+    "whole, 2 heads": (Config("forward", 32, 32, 4, heads=2), Config("whole", 0, 0, 4, heads=2)),
     "rows": (Config("forward", 16, 64, 4, 1), Config("rows", 32, 0, 4, 1)),
     "keys": (Config("forward", 64, 16, 4, 1), Config("keys", 32, 16, 4, 1)),
     "two": (Config("forward", 32, 32, 4, 1), Config("two", 32, 16, 4, 1)),
@@ -68,7 +68,7 @@ def gradient(function: object, qkv: Tensor, groups: list[Group], heads: int, see
     x = qkv.detach().clone().requires_grad_()
     out = function(x, groups, heads)  # type: ignore[operator]
     numbers = torch.Generator().manual_seed(seed)
-    out.backward(torch.randn(out.shape, generator=numbers).to(qkv.dtype).to(out))
+    out.backward(torch.randn(out.shape, generator=numbers).to(HALF).to(out))  # a number of every type
     assert x.grad is not None
     return out.detach(), x.grad
 
@@ -89,7 +89,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.parametrize(("groups", "heads", "width"), [(FEW, 3, 16), (EDGES, 1, 16), ([Group(1, 70, 66)], 1, 64)])
+@pytest.mark.parametrize(("groups", "heads", "width"), [(FEW, 4, 16), (EDGES, 1, 16), ([Group(1, 70, 66)], 1, 64)])
 @pytest.mark.usefixtures("variant")
 def test_every_variant_is_the_formula(groups: list[Group], heads: int, width: int) -> None:
     if DEVICE.type == "cuda" and width > 16:

@@ -139,6 +139,7 @@ class Config(NamedTuple):
     warps: int
     stages: int = 2
     heads: int = 1  # that a program of `forward` or `whole` does one after the other
+    registers: int | None = None  # at most, of a thread: fewer let more programs run beside each other
 
 
 # To be tuned by assigning to them: nothing is tuned while running, since then results would depend on luck.
@@ -153,7 +154,7 @@ BACKWARD = {
     "short": Config("whole", 64, 64, 4),
     "long": Config("rows", 32, 256, 8),
     "large": Config("two", 64, 32, 4),
-    "exact": Config("two", 32, 32, 4, 1),
+    "exact": Config("two", 32, 16, 4, 1),
 }
 
 
@@ -202,7 +203,8 @@ def tile_of(count: int, most: int = 2**16) -> int:
 def _constants(part: Work, heads: int, width: int, config: Config) -> dict[str, Any]:
     scale = width**-0.5 * math.log2(math.e)
     sizes = {"TOKENS": part.tokens, "IMAGE": part.image, "HEADS": heads, "WIDTH": width, "SCALE": scale}
-    return sizes | {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return sizes | options | ({"maxnreg": config.registers} if config.registers else {})
 
 
 def _chunks(image: int, keys: int) -> dict[str, int]:
