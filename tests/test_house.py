@@ -9,7 +9,7 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"attention", "attention_kernels", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
+METHOD = {"attention", "attention_kernels", "blocks", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:

@@ -124,7 +124,8 @@ class ADCLR(nn.Module):
     def read_as_teacher(self, views: Views) -> Rows:
         """The teacher reads the two whole global views; the centers see every row, also of patches not masked."""
         crops, head = views.global_crops, self.teacher.head
-        seen = Input(crops.flatten(0, 1), _for_each_view(views.queries, crops.shape[0]))
+        queries = _for_each_view(views.queries, crops.shape[0])
+        seen = Input(crops.flatten(0, 1), queries, patches=views.masks is not None)
         (tokens,) = self.teacher.backbone.forward_many([seen])
         cls = head.project(tokens.cls)
         query = masked = cls[:0]
@@ -150,11 +151,12 @@ class ADCLR(nn.Module):
         """The student reads all views, the global ones masked; one pass of the head."""
         crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
-        inputs = [Input(crops.flatten(0, 1), _for_each_view(views.queries, crops.shape[0]), mask)]
+        queries = _for_each_view(views.queries, crops.shape[0])
+        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=mask is not None)]
         if views.local_crops is not None:
             local = views.local_crops
             queries = views.queries if self.queries_in_local_views else None
-            inputs.append(Input(local.flatten(0, 1), _for_each_view(queries, local.shape[0])))
+            inputs.append(Input(local.flatten(0, 1), _for_each_view(queries, local.shape[0]), patches=False))
         outputs: list[Tokens] = self.student.backbone.forward_many(inputs)
         cls = torch.cat([tokens.cls for tokens in outputs])
         rows = [cls]

@@ -3,31 +3,27 @@
 Shape letters used throughout: B images, V views, Q queries, N patches, T tokens, D width, H heads, K prototypes,
 C channels, P side of a patch in pixels. Image tokens are `[CLS]`, registers if any, then patches, in this order;
 queries stand behind them. State keys are timm's, so weights go both ways.
-
-Blocks work on flat tokens, M×D, of sequences of one or more lengths (`Group`s) one behind the other: crops of all sizes
-share the norms and the matrix products, and only attention knows where one sequence ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from adclr.attention import Group, attend
+from adclr.attention import Group
+from adclr.blocks import Attention, Block, QueryKeys, RunBlock, again_block, by_group, lean_block, left, run_block
 
-QueryKeys = Literal["image", "patches", "image_and_self", "all"]
 PositionResampling = Literal["antialias", "plain"]
 
 
 class Tokens(NamedTuple):
     cls: Tensor  # B×D
-    patches: Tensor  # B×N×D
+    patches: Tensor  # B×N×D; N is 0 where they were not wanted
     queries: Tensor | None  # B×Q×D
     registers: Tensor | None  # B×R×D
 
@@ -38,6 +34,7 @@ class Input(NamedTuple):
     images: Tensor  # B×C×height×width
     queries: Tensor | None = None  # B×Q×C×P×P
     mask: Tensor | None = None  # B×N, true where a patch is hidden
+    patches: bool = True  # whether patches (and registers) are wanted; without them the last block is cheaper
 
 
 class Memory(NamedTuple):
@@ -46,147 +43,6 @@ class Memory(NamedTuple):
     keys: list[Tensor]  # of each block, B×H×T×(D/H)
     values: list[Tensor]
     tokens: Tokens
-
-
-def readable(num_tokens: int, num_image: int, num_prefix: int, rule: QueryKeys, device: torch.device) -> Tensor:
-    """T×T, true where the token of the row may read the token of the column: the rule, spelled out."""
-    allowed = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
-    allowed[:, :num_image] = True
-    if rule == "all":
-        allowed[:] = True
-    elif rule == "patches":
-        allowed[num_image:, :num_prefix] = False
-    elif rule == "image_and_self":
-        allowed |= torch.eye(num_tokens, dtype=torch.bool, device=device)
-    return allowed
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, num_heads: int, query_keys: QueryKeys, num_prefix: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.query_keys: QueryKeys = query_keys
-        self.num_prefix = num_prefix  # [CLS] and registers
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """B×T×D -> queries, keys, values, each B×H×T×(D/H)."""
-        return self._heads(self.qkv(x))
-
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch, tokens, width = qkv.shape
-        q, k, v = qkv.view(batch, tokens, 3, self.num_heads, width // 3 // self.num_heads).permute(2, 0, 3, 1, 4)
-        return q, k, v
-
-    def join(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.proj(x.transpose(1, 2).flatten(2)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, num_image: int) -> Tensor:
-        """Every token asks. Who answers is the rule; by default the image tokens, so that one call does it all."""
-        sdpa = F.scaled_dot_product_attention
-        n, prefix = num_image, self.num_prefix
-        if q.shape[2] == n or self.query_keys == "all":
-            return sdpa(q, k, v)
-        if self.query_keys == "image":
-            return sdpa(q, k[:, :, :n], v[:, :, :n])
-        if self.query_keys == "patches":
-            image = sdpa(q[:, :, :n], k[:, :, :n], v[:, :, :n])
-            query = sdpa(q[:, :, n:], k[:, :, prefix:n], v[:, :, prefix:n])
-            return torch.cat([image, query], dim=2)
-        mask = readable(q.shape[2], n, prefix, self.query_keys, q.device)
-        return sdpa(q, k, v, attn_mask=mask)
-
-    def forward(self, x: Tensor, groups: Sequence[Group]) -> Tensor:
-        """M×D -> M×D."""
-        qkv = self.qkv(x)
-        if self.query_keys in ("image", "all"):
-            if self.query_keys == "all":
-                groups = [group._replace(image=group.tokens) for group in groups]
-            return cast(Tensor, self.proj(attend(qkv, groups, self.num_heads)))
-        parts = qkv.split([group.sequences * group.tokens for group in groups])
-        found = []
-        for part, group in zip(parts, groups, strict=True):
-            q, k, v = self._heads(part.unflatten(0, (group.sequences, group.tokens)))
-            found.append(self.attend(q, k, v, group.image).transpose(1, 2).flatten(2).flatten(0, 1))
-        return cast(Tensor, self.proj(torch.cat(found)))
-
-    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """What `forward` gives for query tokens `x`, from the kept keys and values of the image tokens."""
-        q, k, v = self.split(x)
-        mask = None
-        if self.query_keys == "patches":
-            keys, values = keys[:, :, self.num_prefix :], values[:, :, self.num_prefix :]
-        elif self.query_keys == "image_and_self":
-            n, queries = keys.shape[2], q.shape[2]
-            keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
-            mask = readable(n + queries, n, self.num_prefix, self.query_keys, q.device)[n:]
-        return self.join(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
-
-    def weights(self, x: Tensor, num_image: int) -> Tensor:
-        """B×H×T×T attention, every row summing to 1; columns beyond the image tokens are 0 but for two rules."""
-        q, k, _ = self.split(x)
-        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
-        allowed = readable(x.shape[1], num_image, self.num_prefix, self.query_keys, x.device)
-        return F.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
-
-
-class Mlp(nn.Module):
-    def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.fc2(F.gelu(self.fc1(x))))
-
-
-class LayerScale(nn.Module):
-    def __init__(self, dim: int, value: float) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
-def for_tokens(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
-    """One number for each sequence -> M×1, the same for all tokens of a sequence."""
-    parts = torch.split(numbers, [group.sequences for group in groups])
-    spread = [part[:, None].expand(-1, group.tokens).flatten() for part, group in zip(parts, groups, strict=True)]
-    return torch.cat(spread).unsqueeze(1)
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, attention: Attention, layer_scale: float | None) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = attention
-        self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, 4 * dim)
-        self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-
-    def forward(self, x: Tensor, groups: Sequence[Group], kept: Tensor | None = None) -> Tensor:
-        """M×D -> M×D. `kept`, 2×sequences, is what drop path multiplies the two branches of a sequence with."""
-        branch: Tensor = self.ls1(self.attn(self.norm1(x), groups))
-        x = x + (branch if kept is None else branch * for_tokens(kept[0], groups))
-        branch = self.ls2(self.mlp(self.norm2(x)))
-        return x + (branch if kept is None else branch * for_tokens(kept[1], groups))
-
-    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """B×Q×D"""
-        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values)))
-
-    def think(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.ls2(self.mlp(self.norm2(x))))
-
-
-RunBlock = Callable[[nn.Module, Tensor, tuple[Group, ...], Tensor | None], Tensor]
-
-
-def run_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None) -> Tensor:
-    return cast(Tensor, block(x, groups, kept))
 
 
 class PatchEmbed(nn.Module):
@@ -201,6 +57,12 @@ class PatchEmbed(nn.Module):
         x = images.view(batch, channels, height // patch, patch, width // patch, patch)
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def to_stream(x: Tensor) -> Tensor:
+    """The tokens as they go from block to block: under autocast in its type, so that half as much is moved and kept."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 @cache
@@ -260,7 +122,6 @@ class VisionTransformer(nn.Module):
         )
         self.drop_path = drop_path  # of the last block, the first has none, linear in between
         self.run_block: RunBlock = run_block  # by `forward_many`
-        self.checkpoint_blocks = False  # in training: blocks keep their inputs alone and are run again in backward
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self._initialise()
 
@@ -326,12 +187,13 @@ class VisionTransformer(nn.Module):
             x = torch.cat([x, self.embed_queries(queries)], dim=1)
         return x, num_image
 
-    def _name(self, x: Tensor, num_image: int) -> Tokens:
+    def _name(self, x: Tensor, num_image: int, patches: bool = True) -> Tokens:
+        prefix = self.num_prefix if patches else 1
         return Tokens(
             cls=x[:, 0],
-            patches=x[:, self.num_prefix : num_image],
+            patches=x[:, prefix:num_image],
             queries=x[:, num_image:] if x.shape[1] > num_image else None,
-            registers=x[:, 1 : self.num_prefix] if self.num_registers else None,
+            registers=x[:, 1:prefix] if prefix > 1 else None,
         )
 
     # -- tokens out --
@@ -344,23 +206,26 @@ class VisionTransformer(nn.Module):
         return self._forward(inputs, self.run_block)
 
     def _forward(self, inputs: Sequence[Input], run: RunBlock) -> list[Tokens]:
-        started = [self._start(*item) for item in inputs]
+        started = [self._start(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(Group(x.shape[0], x.shape[1], num_image) for x, num_image in started)
-        x = torch.cat([x.flatten(0, 1) for x, _ in started])
+        wanted = tuple(item.patches for item in inputs)
+        x = to_stream(torch.cat([x.flatten(0, 1) for x, _ in started]))
         kept = self._kept(sum(group.sequences for group in groups), x.device)
-        again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
-            given = block, x, groups, None if kept is None else kept[i]
-            x = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False) if again else run(*given)
-        parts = self.norm(x).split([group.sequences * group.tokens for group in groups])
+            x = run(block, x, groups, None if kept is None else kept[i], wanted if i == self.depth - 1 else None)
+        groups = left(groups, wanted)
         return [
-            self._name(part.unflatten(0, (group.sequences, group.tokens)), group.image)
-            for part, group in zip(parts, groups, strict=True)
+            self._name(part, group.image, all_of_it)
+            for part, group, all_of_it in zip(by_group(self.norm(x), groups), groups, wanted, strict=True)
         ]
 
     def compile_blocks(self, **options: Any) -> None:
-        """From now on `forward_many` runs blocks compiled: one graph for all of them, made once for each shape."""
-        self.run_block = torch.compile(run_block, dynamic=False, **options)
+        """From now on `forward_many` runs blocks compiled: one graph for all but the last, for each shape."""
+        self.run_block = torch.compile(lean_block, dynamic=False, **options)
+
+    def checkpoint_blocks(self) -> None:
+        """From now on `forward_many` keeps only the inputs of blocks for backward, and runs them again there."""
+        self.run_block = again_block
 
     def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
         """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""

@@ -17,12 +17,12 @@ import torch
 import adclr as package
 from adclr import fit, fused, scenes, training
 from adclr.augment import Views, pack, render
+from adclr.blocks import QueryKeys
 from adclr.config import build
 from adclr.draws import key_of
 from adclr.feed import Batch
 from adclr.settings import Settings
 from adclr.views import plan
-from adclr.vit import QueryKeys
 from adclr.weights import create_backbone
 from tiny import TINY, tiny, words
 

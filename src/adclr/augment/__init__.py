@@ -21,6 +21,8 @@ from adclr.augment.photometric import photometric
 from adclr.augment.resample import resample, resample_each
 from adclr.augment.transfer import send
 
+HAS_TRITON = find_spec("triton") is not None
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -69,7 +71,7 @@ class Views:
 def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tuple[float, ...]) -> Views:
     """All views of a batch, normalised, float32."""
     make_crops = _render
-    if packed.bytes.is_cuda and find_spec("triton"):
+    if packed.bytes.is_cuda and HAS_TRITON:
         from adclr.augment.kernels import render_crops as make_crops
 
     def make(crops: planning.Crops | None) -> Tensor | None:

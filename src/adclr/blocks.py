@@ -1,0 +1,215 @@
+"""The blocks of the ViT. They work on flat tokens, M×D, of sequences of one or more lengths one behind the other.
+
+A `Group` is sequences of one length. Crops of all sizes share the norms and the matrix products, and only attention
+knows where one sequence ends. Shape letters are those of `vit.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from adclr.attention import Group, attend
+
+QueryKeys = Literal["image", "patches", "image_and_self", "all"]
+
+
+def readable(num_tokens: int, num_image: int, num_prefix: int, rule: QueryKeys, device: torch.device) -> Tensor:
+    """T×T, true where the token of the row may read the token of the column: the rule, spelled out."""
+    allowed = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
+    allowed[:, :num_image] = True
+    if rule == "all":
+        allowed[:] = True
+    elif rule == "patches":
+        allowed[num_image:, :num_prefix] = False
+    elif rule == "image_and_self":
+        allowed |= torch.eye(num_tokens, dtype=torch.bool, device=device)
+    return allowed
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, num_heads: int, query_keys: QueryKeys, num_prefix: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_keys: QueryKeys = query_keys
+        self.num_prefix = num_prefix  # [CLS] and registers
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """B×T×D -> queries, keys, values, each B×H×T×(D/H)."""
+        return self._heads(self.qkv(x))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, tokens, width = qkv.shape
+        q, k, v = qkv.view(batch, tokens, 3, self.num_heads, width // 3 // self.num_heads).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def join(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.proj(x.transpose(1, 2).flatten(2)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, num_image: int) -> Tensor:
+        """Every token asks. Who answers is the rule; by default the image tokens, so that one call does it all."""
+        sdpa = F.scaled_dot_product_attention
+        n, prefix = num_image, self.num_prefix
+        if q.shape[2] == n or self.query_keys == "all":
+            return sdpa(q, k, v)
+        if self.query_keys == "image":
+            return sdpa(q, k[:, :, :n], v[:, :, :n])
+        if self.query_keys == "patches":
+            image = sdpa(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+            query = sdpa(q[:, :, n:], k[:, :, prefix:n], v[:, :, prefix:n])
+            return torch.cat([image, query], dim=2)
+        mask = readable(q.shape[2], n, prefix, self.query_keys, q.device)
+        return sdpa(q, k, v, attn_mask=mask)
+
+    def forward(self, x: Tensor, groups: Sequence[Group]) -> Tensor:
+        """M×D -> M×D, heads side by side, before `proj`."""
+        qkv = self.qkv(x)
+        if self.query_keys in ("image", "all"):
+            if self.query_keys == "all":
+                groups = [group._replace(image=group.tokens) for group in groups]
+            return attend(qkv, groups, self.num_heads)
+        found = []
+        for part, group in zip(by_group(qkv, groups), groups, strict=True):
+            q, k, v = self._heads(part)
+            found.append(self.attend(q, k, v, group.image).transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(found)
+
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What `forward` gives for query tokens `x`, from the kept keys and values of the image tokens."""
+        q, k, v = self.split(x)
+        mask = None
+        if self.query_keys == "patches":
+            keys, values = keys[:, :, self.num_prefix :], values[:, :, self.num_prefix :]
+        elif self.query_keys == "image_and_self":
+            n, queries = keys.shape[2], q.shape[2]
+            keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
+            mask = readable(n + queries, n, self.num_prefix, self.query_keys, q.device)[n:]
+        return self.join(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+    def weights(self, x: Tensor, num_image: int) -> Tensor:
+        """B×H×T×T attention, every row summing to 1; columns beyond the image tokens are 0 but for two rules."""
+        q, k, _ = self.split(x)
+        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
+        allowed = readable(x.shape[1], num_image, self.num_prefix, self.query_keys, x.device)
+        return F.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(x))))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, dim: int, value: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def by_group(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
+    """M×... -> sequences×tokens×... of each group."""
+    parts = torch.split(x, [group.sequences * group.tokens for group in groups])
+    return [part.view(*group[:2], *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]
+
+
+def for_tokens(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
+    """One number for each sequence -> M×1, the same for all tokens of a sequence."""
+    parts = torch.split(numbers, [group.sequences for group in groups])
+    spread = [part[:, None].expand(-1, group.tokens).flatten() for part, group in zip(parts, groups, strict=True)]
+    return torch.cat(spread).unsqueeze(1)
+
+
+def without_patches(x: Tensor, groups: Sequence[Group], wanted: Sequence[bool]) -> Tensor:
+    """The tokens of groups whose patches are wanted; of the others `[CLS]` and queries alone."""
+    parts = []
+    for part, group, all_of_it in zip(by_group(x, groups), groups, wanted, strict=True):
+        kept = part if all_of_it else torch.cat([part[:, :1], part[:, group.image :]], dim=1)
+        parts.append(kept.flatten(0, 1))
+    return torch.cat(parts)
+
+
+def left(groups: Sequence[Group], wanted: Sequence[bool]) -> tuple[Group, ...]:
+    """What `without_patches` leaves."""
+    return tuple(
+        group if all_of_it else Group(group.sequences, 1 + group.tokens - group.image, 1)
+        for group, all_of_it in zip(groups, wanted, strict=True)
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, attention: Attention, layer_scale: float | None) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = attention
+        self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, 4 * dim)
+        self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+
+    def forward(
+        self, x: Tensor, groups: Sequence[Group], kept: Tensor | None = None, wanted: Sequence[bool] | None = None
+    ) -> Tensor:
+        """M×D -> M×D. `kept`, 2×sequences, is what drop path multiplies the two branches of a sequence with.
+
+        In the last block `wanted` says of each group whether its patches are used at all; where they are not, nothing
+        is computed of them but what others read.
+        """
+        mixed = self.attn(self.norm1(x), groups)
+        if wanted is not None and not all(wanted):
+            x, mixed = without_patches(x, groups, wanted), without_patches(mixed, groups, wanted)
+            groups = left(groups, wanted)
+        x = x + self._dropped(self.ls1(self.attn.proj(mixed)), groups, kept, 0)
+        return x + self._dropped(self.ls2(self.mlp(self.norm2(x))), groups, kept, 1)
+
+    @staticmethod
+    def _dropped(branch: Tensor, groups: Sequence[Group], kept: Tensor | None, which: int) -> Tensor:
+        return branch if kept is None else branch * for_tokens(kept[which], groups).to(branch.dtype)
+
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """B×Q×D"""
+        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values)))
+
+    def think(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.ls2(self.mlp(self.norm2(x))))
+
+
+Wanted = tuple[bool, ...] | None
+RunBlock = Callable[[nn.Module, Tensor, tuple[Group, ...], Tensor | None, Wanted], Tensor]
+
+
+def run_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None, wanted: Wanted) -> Tensor:
+    return cast(Tensor, block(x, groups, kept, wanted))
+
+
+def again_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None, wanted: Wanted) -> Tensor:
+    """Keeps the input alone and computes the rest again in backward."""
+    given = block, x, groups, kept, wanted
+    return checkpoint(run_block, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def lean_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None, wanted: Wanted) -> Tensor:
+    """For the compiler: keeps the input and what matrix products and attention gave; norms, GELU and sums, which cost
+    nothing but the reading, are made again in backward. 22 bytes for each token and width instead of 34."""
+    given = block, x, groups, kept, wanted
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(run_block, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.adclr.attend.default)
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
