@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
-from adclr.augment import render
+from adclr.augment import Views, render
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
@@ -29,6 +27,7 @@ from adclr.launch import Launch
 from adclr.method import ADCLR, Branch
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
+from adclr.step import Step
 from adclr.views import plan
 from adclr.weights import Weights, architecture, save_backbone
 
@@ -249,20 +248,15 @@ def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
 def _train(job: Job, start: int, probe: Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    model = DistributedDataParallel(job.method) if distributed.world_size() > 1 else job.method
+    take = Step(settings, job.method, job.optimizer, job.device, job.dtype, job.accumulate)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
-    last_layer = job.method.student.head.last_layer
     try:
         with Journal(settings, job.run, schedules, job.meter, job.feed, start) as journal:
             if probe and start == 0:
                 journal.score(0, probe)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses = _losses(job, model, batches, step, values.teacher_temperature)
-                ok = optim.update(job.optimizer, last_layer, values, settings.optim.clip_norm, losses[0])
-                job.optimizer.zero_grad(set_to_none=True)
-                job.method.update(values.momentum, ok)
-
+                losses, ok = take(_views(job, batches, step), values)
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
@@ -286,26 +280,14 @@ def _save(job: Job, done: int) -> None:
         checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
 
 
-def _losses(
-    job: Job,
-    model: ADCLR | DistributedDataParallel,
-    batches: Iterator[Batch],
-    step: int,
-    teacher_temperature: float,
-) -> Tensor:
-    """Forward and backward over the micro-batches of a step; its losses, in the order of `method.Losses`."""
-    data, sums = job.settings.data, torch.zeros(5, device=job.device)
+def _views(job: Job, batches: Iterator[Batch], step: int) -> Iterator[Views]:
+    """What each micro-batch of a step is learned from, made when it is asked for."""
+    data = job.settings.data
     for micro in range(job.accumulate):
         batch = next(batches)
         views = render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
         torch.manual_seed(drop_path_seed(job.settings, step, micro))
-        last = micro == job.accumulate - 1
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-            with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-                losses = model(views, teacher_temperature)
-            (losses.total / job.accumulate).backward()
-        sums += torch.stack([loss.detach() for loss in losses]) / job.accumulate
-    return sums
+        yield views
 
 
 def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
