@@ -205,13 +205,14 @@ def main() -> None:
     print(f"{'':<40} {'images/s':>9} {'ms a step':>10} {'(least to most)':>20} {'GiB':>7} {'of peak':>8}")
     rows: list[Row] = []
     failed: dict[str, str] = {}
+    started = provenance()
 
     def save() -> None:
         if given.json:
             facts = {"machine": machine, "cuda": torch.version.cuda, "matmul_tflops": peak / 1e12, "tiny": given.tiny}
             facts |= {name: getattr(given, name) for name in ("steps", "warmup", "repeats")}
             found = {"rows": [asdict(row) for row in rows], "failed": failed, "ratios": dict(ratios(rows))}
-            write_json(given.json, facts | found | {"provenance": provenance()})
+            write_json(given.json, facts | found | {"provenance": started})
 
     for case, name in cases:
         row = measured(case, device, peak, given)

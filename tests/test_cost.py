@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -107,6 +108,26 @@ def test_the_model_of_memory_gives_what_was_measured() -> None:
     ):
         fixed, each = cost.gpu_memory(config.build(Settings, config.recipe(recipe), changes))
         assert (fixed - cost.CONTEXT_BYTES + batch * each) / 2**30 == pytest.approx(gib, rel=0.06), recipe
+
+
+def test_the_plain_step_is_as_much_work_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is of equals: as many parameters, as many operations, and all of it is done."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    plain_dino = importlib.import_module("plain_dino")
+    settings = tiny(**(WIDER | {"num_queries": 0}))
+    torch.manual_seed(0)
+    plain = plain_dino.PlainDino(settings.model.shape, 4, 16, (96, 48, 256), 0.1, 3.0, torch.device("cpu"))
+    assert sum(p.numel() for p in plain.student.parameters()) == cost.parameters(settings).all
+    views = fit.random_views(settings, 8, torch.device("cpu"))
+    assert views.local_crops is not None
+    crops = [*views.global_crops, *views.local_crops]
+    before = [p.clone() for branch in (plain.student, plain.teacher) for p in branch.parameters()]
+    with FlopCounterMode(display=False) as counter:
+        plain.step(crops)
+    assert counter.get_total_flops() / 8 == pytest.approx(cost.flops(settings).step, rel=0.005)
+    after = [p for branch in (plain.student, plain.teacher) for p in branch.parameters()]
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert plain.center.count_nonzero() == 256
 
 
 def test_the_benchmark_of_the_step_runs(tmp_path: Path) -> None:
