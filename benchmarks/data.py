@@ -171,14 +171,15 @@ def stages(bench: Bench, repeats: int) -> None:
 
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
+    from adclr import optim, training
+    from adclr.speed import prepare
     from adclr.step import Step
-
-    from adclr import training
-    from adclr.devices import autocast_dtype
 
     settings, device = bench.settings, bench.device
     method = training.build(settings).to(device)
-    step = Step(method, settings, device, autocast_dtype("auto", device))
+    prepare(method, settings, device, torch.bfloat16, bench.batch)
+    step = Step(settings, method, optim.make_optimizer(method.student, settings), device, torch.bfloat16)
+    values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
     constant = next(bench.views(feeds["the cache"], 1))
     found: dict[str, list[float]] = {}
@@ -189,7 +190,7 @@ def training_rates(bench: Bench, steps: int, repeats: int) -> None:
                 if i == 3:  # the first views are on their way
                     torch.cuda.synchronize()
                     started = time.perf_counter()
-                step(constant if views is None else next(views), number * steps + i)
+                step([constant if views is None else next(views)], values)
             torch.cuda.synchronize()
             if number:
                 found.setdefault(name, []).append(steps * bench.batch / (time.perf_counter() - started))

@@ -88,12 +88,12 @@ def test_a_store_holds_every_image_and_the_next_for_one_that_is_broken(data: Pat
     ],
 )
 def test_where_a_collection_is_kept(mode: str, size: float, room: Room, place: str | None) -> None:
-    assert cache._place(mode, size, room) == place
+    assert cache.place(mode, size, room) == place
 
 
 def test_a_collection_that_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"data\.cache=ram needs about 2\.0 GiB and 1\.0 are free"):
-        cache._place("ram", 2 * GIB, Room(GIB, 0))
+        cache.place("ram", 2 * GIB, Room(GIB, 0))
     with pytest.raises(UserError, match="the run is not on a GPU"):
         cache.make("gpu", lambda index: None, 5, 1, PLENTY, CPU)
     small, large = np.zeros((3, 2, 2), np.uint8), np.zeros((3, 5000, 5000), np.uint8)

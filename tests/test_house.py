@@ -57,7 +57,21 @@ def test_the_ground_floor_knows_nothing_above_it() -> None:
 
 
 def test_torch_is_not_needed_to_refuse_a_command() -> None:
-    for name in ("cli", "config", "settings", "runs", "progress", "draws", "sources", "launch", "decode", "loggers"):
+    for name in (
+        "cli",
+        "config",
+        "settings",
+        "runs",
+        "progress",
+        "draws",
+        "sources",
+        "launch",
+        "decode",
+        "loggers",
+        "planning",
+        "cost",
+        "gpus",
+    ):
         tree = ast.parse((SOURCE / f"{name}.py").read_text())
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert "torch" not in ast.dump(ast.Module(top, [])), name

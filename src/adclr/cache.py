@@ -80,8 +80,8 @@ def make(
     with ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="cache") as pool:
         try:
             size = guess(read, count, pool)
-            place = _place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
-            if place is None:
+            where = place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
+            if where is None:
                 return None
             capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
             packed = _fill(read, count, pool, min(room.host, capacity), show)
@@ -91,10 +91,11 @@ def make(
         if mode == "auto":
             return None
         raise UserError(f"the images do not fit into memory as data.cache={mode} wants; set data.cache=auto")
-    return Store(packed.to(device) if place == "gpu" else packed)
+    return Store(packed.to(device) if where == "gpu" else packed)
 
 
-def _place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
+def place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
+    """Where a collection of so many bytes is kept; None: nowhere."""
     if mode == "auto":
         if room.gpu and MARGIN * size <= min(GPU_SHARE * room.gpu, room.host):
             return "gpu"

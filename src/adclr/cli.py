@@ -33,6 +33,22 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 on")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
+
+
 def parser() -> Parser:
     main = Parser(
         prog="adclr",
@@ -69,7 +85,20 @@ def parser() -> Parser:
     doctor.add_argument("data", nargs="?", metavar="DATA", help="folder, .txt list, .tar shards or hf:PATH")
     doctor.add_argument("--out", default="runs/doctor", metavar="DIR", help="where the report goes (%(default)s)")
     doctor.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
-    main.set_defaults(parsers={"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor})
+
+    plan = commands.add_parser("plan", help="memory, time and disk of a run that is not started yet", add_help=False)
+    plan.add_argument("data", nargs="?", metavar="DATA", help="folder, .txt list, .tar shards or hf:PATH")
+    plan.add_argument("--images", type=_count, metavar="N", help="their number, instead of DATA")
+    plan.add_argument("--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images")
+    plan.add_argument("--gpu", metavar="NAME", help="estimate for a GPU that is not here: h200, rtx4090, ...")
+    plan.add_argument("--gpu-memory", type=_positive, metavar="GiB", help="memory of another GPU")
+    plan.add_argument("--gpu-tflops", type=_positive, metavar="X", help="its peak in dense bfloat16")
+    plan.add_argument("--gpus", type=_count, default=1, metavar="N", help="how many there are (%(default)s)")
+    plan.add_argument("--out", metavar="RUN", help="where the run would go; is there room?")
+    plan.add_argument("--json", metavar="FILE", help="write the plan there too")
+    plan.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+    parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
+    main.set_defaults(parsers=parsers)
     return main
 
 
@@ -99,7 +128,7 @@ def _main(arguments: list[str]) -> None:
     from adclr.config import UserError
 
     try:
-        commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor}
+        commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -201,6 +230,23 @@ def _doctor(options: argparse.Namespace, words: list[str]) -> None:
     if not options.data:
         options.parsers["doctor"].error("no images were named; give the folder that holds them")
     doctor.run(options.data, Path(options.out), config.build(doctor.Settings, config.parse_words(words)))
+
+
+def _plan(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config
+
+    if options.help:
+        from adclr.settings import Settings
+
+        options.parsers["plan"].print_help()
+        _print_settings(Settings, "settings, as of adclr pretrain:")
+        return
+    from adclr import gpus, planning
+
+    gpu = gpus.find(options.gpu, options.gpu_memory, options.gpu_tflops)
+    out, file = (Path(name) if name else None for name in (options.out, options.json))
+    values = config.parse_words(words)
+    planning.run(options.data, options.images, options.recipe, values, gpu, options.gpus, out, file)
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

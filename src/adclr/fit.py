@@ -37,6 +37,11 @@ def fitted(
     else:
         each = estimate(settings)
         room = CPU_SHARE * host_memory() / distributed.local_world_size()
+    return largest(local_batch, each, room, at_most)
+
+
+def largest(local_batch: int, each: float, room: float, at_most: int | None = None) -> int:
+    """The largest divisor of a batch that fits into `room` bytes at `each` for every image."""
     most = min(local_batch, at_most or local_batch)
     sizes = [n for n in range(1, most + 1) if local_batch % n == 0 and n * each <= room]
     if not sizes:
@@ -65,7 +70,12 @@ def available(device: torch.device) -> float:
 
 
 def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None) -> tuple[float, float]:
-    """(bytes whatever the batch, bytes for each image), from steps of 2 and 6 images; leaves the method as it was."""
+    """(bytes whatever the batch, bytes for each image), from steps of 2 and 6 images; leaves the method as it was.
+
+    Blocks run uncompiled: compiling them for these sizes would take longer than all else. Compiled they need less.
+    """
+    for backbone in (method.student.backbone, method.teacher.backbone):
+        backbone.plain_blocks()
     peaks = {}
     fits = True
     for count in (2, 2, 6):  # the first also pays for what is set up once
@@ -107,8 +117,8 @@ def estimate(settings: Settings) -> float:
     return 4.0 * (24 * dim * depth * tokens + 4 * settings.method.num_prototypes * rows)
 
 
-def random_views(settings: Settings, count: int, device: torch.device) -> Views:
-    """Views of noise, as many and as large as real ones."""
+def random_views(settings: Settings, count: int, device: torch.device, hidden: int | None = None) -> Views:
+    """Views of noise, as many and as large as real ones; `hidden` patches of each masked, as many as may be if None."""
     views, patch, channels = settings.views, settings.model.patch_size, settings.model.num_channels
 
     def noise(*shape: int) -> torch.Tensor:
@@ -117,7 +127,7 @@ def random_views(settings: Settings, count: int, device: torch.device) -> Views:
     masks = None
     if settings.masked:
         patches = (views.global_size // patch) ** 2
-        hidden = max(1, int(patches * views.mask_ratio[1]))
+        hidden = max(1, int(patches * views.mask_ratio[1]) if hidden is None else hidden)
         grid = (torch.arange(patches, device=device) < hidden).expand(2, count, patches)
         index = torch.nonzero(grid.flatten()).flatten()
         masks = Masks(grid, index, torch.full((len(index),), 1.0 / (hidden * 2 * count), device=device))

@@ -86,14 +86,19 @@ def prepare(
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)
         reasons = choice.reasons
-        base = config.flatten(config.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
-        settings = config.build(Settings, base, overrides)
+        settings = chosen(choice, overrides)
     if stored is not None:
         found = config.differences(stored, settings, FREE)
         if found:
             raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
     check_batch(settings, len(source))
     return Launch(settings, source, run, reasons)
+
+
+def chosen(choice: auto.Choice, overrides: Mapping[str, Any]) -> Settings:
+    """The settings of an automatic choice, with what the user says on top."""
+    base = config.flatten(config.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
+    return config.build(Settings, base, overrides)
 
 
 def _foreign(folder: Path) -> bool:

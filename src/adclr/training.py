@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
 from adclr.ahead import Ahead
@@ -31,6 +29,8 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
+from adclr.speed import Compiled, prepare, repeatable
+from adclr.step import Step
 from adclr.views import plan
 from adclr.weights import Weights, architecture, save_backbone
 
@@ -104,12 +104,16 @@ def run(launched: Launch) -> Run:
     device = choose(settings.train.device)
     probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
     labelled = open_labelled(probe_data) if probe_data else None
-    with distributed.session(device), run.lock() if distributed.is_main() else nullcontext():
+    with (
+        distributed.session(device),
+        run.lock() if distributed.is_main() else nullcontext(),
+        repeatable(settings.train.deterministic),
+    ):
         distributed.barrier()  # the directory is there, and it is ours
         job = _assemble(launched, device)
-        start = _resume(job, launched)
         fits = True
         try:
+            start = _resume(job, launched, prepare(job.method, settings, device, job.dtype, job.micro_batch))
             _train(job, start, Probe(job, labelled) if labelled else None)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
@@ -202,7 +206,7 @@ def _check_resumable(launched: Launch, state: checkpoint.State) -> None:
         )
 
 
-def _resume(job: Job, launched: Launch) -> int:
+def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
     """Opens the files of the run; the number of steps already done."""
     run, state = job.run, job.state
     if state is not None:
@@ -213,7 +217,7 @@ def _resume(job: Job, launched: Launch) -> int:
         # that a changed collection is allowed is said for one start only
         data = job.settings.data.model_copy(update={"allow_changed": False})
         run.write_settings(job.settings.model_copy(update={"data": data}))
-        run.add_provenance(_facts(job, launched, start))
+        run.add_provenance(_facts(job, launched, compiled, start))
         for name in ("metrics.jsonl", "timing.jsonl"):
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
@@ -222,13 +226,14 @@ def _resume(job: Job, launched: Launch) -> int:
     return start
 
 
-def _facts(job: Job, launched: Launch, start: int) -> dict[str, Any]:
+def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) -> dict[str, Any]:
     return {
         "from_step": start,
         "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         "precision": "float32" if job.dtype is None else "bfloat16",
         "processes": distributed.world_size(),
         "micro_batch_size": job.micro_batch,
+        "compiled": None if compiled is None else compiled._asdict(),
         "images": len(launched.source),
         "cache": None if job.feed.store is None else f"{job.feed.store.gib:.3f} GiB",
         "collection": job.fingerprint,
@@ -252,25 +257,20 @@ def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
 def _train(job: Job, start: int, probe: Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    model = DistributedDataParallel(job.method) if distributed.world_size() > 1 else job.method
+    take = Step(settings, job.method, job.optimizer, job.device, job.dtype, job.accumulate)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
 
     def make(batch: Batch) -> Views:
         return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
 
     views = Ahead(batches, make, job.device)
-    last_layer = job.method.student.head.last_layer
     try:
         with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
             if probe and start == 0:
                 journal.score(0, probe)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses = _losses(job, model, views, step, values.teacher_temperature)
-                ok = optim.update(job.optimizer, last_layer, values, settings.optim.clip_norm, losses[0])
-                job.optimizer.zero_grad(set_to_none=True)
-                job.method.update(values.momentum, ok)
-
+                losses, ok = take(_seeded(job, views, step), values)
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
@@ -294,25 +294,12 @@ def _save(job: Job, done: int) -> None:
         checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
 
 
-def _losses(
-    job: Job,
-    model: ADCLR | DistributedDataParallel,
-    views: Iterator[Views],
-    step: int,
-    teacher_temperature: float,
-) -> Tensor:
-    """Forward and backward over the micro-batches of a step; its losses, in the order of `method.Losses`."""
-    sums = torch.zeros(5, device=job.device)
+def _seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
+    """The views of each micro-batch of a step."""
     for micro in range(job.accumulate):
         seen = next(views)
         torch.manual_seed(drop_path_seed(job.settings, step, micro))
-        last = micro == job.accumulate - 1
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-            with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-                losses = model(seen, teacher_temperature)
-            (losses.total / job.accumulate).backward()
-        sums += torch.stack([loss.detach() for loss in losses]) / job.accumulate
-    return sums
+        yield seen
 
 
 def drop_path_seed(settings: Settings, step: int, micro: int) -> int:

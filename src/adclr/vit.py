@@ -221,7 +221,12 @@ class VisionTransformer(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """From now on `forward_many` runs blocks compiled: one graph for all but the last, for each shape."""
-        self.run_block = torch.compile(lean_block, dynamic=False, **options)
+        run = again_block if self.run_block is again_block else lean_block
+        self.run_block = torch.compile(run, dynamic=False, **options)
+
+    def plain_blocks(self) -> None:
+        """As at first."""
+        self.run_block = run_block
 
     def checkpoint_blocks(self) -> None:
         """From now on `forward_many` keeps only the inputs of blocks for backward, and runs them again there."""

@@ -1,0 +1,380 @@
+"""What a run will need before it is started: memory, time and disk, and the batch that fits.
+
+Measured where the run would go: the micro-batch is fitted and a few real steps are timed, on views of noise. For a
+GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the arithmetic of `cost.flops` over a share
+of the GPU's peak. Either is of the step alone; probes are not in it, and of the data path only decoding is looked at.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import textwrap
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from adclr import auto, config, cost, launch
+from adclr.collection import open_source
+from adclr.config import UserError
+from adclr.decode import Pixels, Unreadable
+from adclr.gpus import Gpu
+from adclr.runs import check_writable, provenance, write_json
+from adclr.settings import Settings
+from adclr.sources import Source
+
+# Share of a GPU's peak that the step reaches. A PLACEHOLDER until benchmarks/step.py has been run on an H200 with this
+# version: its images/s of ADCLR, ViT-S/16, times 131 GFLOP an image, over 989 TFLOP/s. (The first version, with files
+# decoded beside the step, reached 0.09.)
+EFFICIENCY = 0.35
+GIB, GB = 2**30, 1e9
+COLUMNS = 110  # of the printed text
+LONG_DAYS = 30.0  # beyond, the user is warned
+ASSUMED_SIDE = 256  # pixels of images of which only the number is known
+NAME_BYTES = 64  # of the index, for each of such images
+GPU_WARM, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
+CPU_WARM, CPU_STEPS, CPU_IMAGES = 1, 2, 2  # on a CPU 2 steps of 2 images: a large model takes seconds for each
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can do."""
+
+    basis: str  # where the numbers are from, in words
+    measured: bool
+    on_gpu: bool
+    gib: float
+    room: float  # bytes for images, when all that does not depend on the batch is there
+    fixed: float  # bytes
+    each: float  # bytes for each image
+    micro_batch: int
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a few images of the collection say of all."""
+
+    bytes: float  # decoded
+    place: Literal["ram", "gpu"] | None  # where data.cache keeps them
+    images_per_second: float  # read and decoded, by all threads
+    threads: int
+
+
+def run(
+    data: str | None,
+    images: int | None = None,
+    recipe: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    gpu: Gpu | None = None,  # one that is not here; None: measured on what is
+    num_gpus: int = 1,
+    out: Path | None = None,
+    file: Path | None = None,
+) -> dict[str, Any]:
+    """Prints the plan, writes it as JSON to `file`, returns it."""
+    if launch.processes() > 1:
+        raise UserError("a plan is made by one process; leave out torchrun and say --gpus")
+    for path in (out, file):
+        if path is not None:
+            check_writable(path)
+    if file is not None and file.is_dir():
+        raise UserError(f"{file} is a folder; give the name of a file")
+    settings, source, reasons = _settle(data, images, recipe, dict(overrides or {}), gpu, out)
+    count = len(source) if source is not None else images or 0
+    local = _local_batch(settings, count, num_gpus)
+    if gpu is None and num_gpus > 1 and auto.gpu_bytes(settings.train.device) is None:
+        raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
+    sample = _sample(source, settings, gpu) if source is not None else None
+    filled = sample.bytes if sample and sample.place == "gpu" else 0.0
+    device = _stated(settings, local, gpu, filled) if gpu else _measured(settings, local, filled)
+    plan = _report(settings, source, count, num_gpus, device, sample, out)
+    print("\n".join([*reasons, *describe(plan)]))
+    if file is not None:
+        facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance()}
+        write_json(file, plan | {"reasons": reasons} | facts)
+        print(f"\nwritten to {file}")
+    return plan
+
+
+def _settle(
+    data: str | None,
+    images: int | None,
+    recipe: str | None,
+    overrides: dict[str, Any],
+    gpu: Gpu | None,
+    out: Path | None,
+) -> tuple[Settings, Source | None, list[str]]:
+    """Settings and collection as `adclr pretrain` would have them, and the reasons of an automatic choice."""
+    if "recipe" in overrides:
+        raise UserError(f"a recipe is not a setting; write --recipe {overrides['recipe']}")
+    if data is not None:
+        if {"path", "data.path"} & set(overrides):
+            raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
+        overrides["data.path"] = data
+    named = recipe if recipe != "auto" else None
+    settings = config.build(Settings, config.recipe(named) | {"recipe": named} if named else {}, overrides)
+    path = settings.data.path
+    if bool(path) == (images is not None):
+        raise UserError(
+            f"give the images, or their number as --images N; {'not both' if path else 'neither was given'}"
+        )
+    if gpu and settings.train.precision == "float32":
+        raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
+    source = open_source(path, out / launch.INDEX if out is not None else None) if path else None
+    if named is not None:
+        return settings, source, []
+    memory = int(gpu.gib * GIB) if gpu else auto.gpu_bytes(settings.train.device)
+    told = []
+    if source is None:
+        told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
+    side = ASSUMED_SIDE if source is None else auto.median_side(source)
+    choice = auto.choose(images or 0 if source is None else len(source), side, memory)
+    return launch.chosen(choice, overrides), source, told + choice.reasons
+
+
+def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
+    """Images of a step on each GPU."""
+    batch, micro = settings.train.batch_size, settings.train.micro_batch_size
+    if count < batch:
+        raise UserError(
+            f"{count} images are fewer than train.batch_size={batch}; "
+            f"set train.batch_size={2 ** (count.bit_length() - 1)} or less"
+        )
+    if batch % num_gpus:
+        raise UserError(f"train.batch_size={batch} does not divide over {num_gpus} GPUs; choose a multiple of them")
+    if micro and (batch // num_gpus) % micro:
+        raise UserError(
+            f"train.micro_batch_size={micro} does not divide the {batch // num_gpus} images of each of {num_gpus} GPUs"
+        )
+    return batch // num_gpus
+
+
+def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
+    """Decodes a few images, as the cache does to guess the size of all."""
+    from adclr import cache, devices, fit, training
+
+    decoder, workers = training.decoder(settings), settings.data.num_workers
+    threads = max(1, auto.cpu_count() if workers is None else workers)
+
+    def read(index: int) -> Pixels | None:
+        try:
+            return decoder(source.read(index))
+        except (Unreadable, OSError):
+            return None
+
+    with ThreadPoolExecutor(threads) as pool:
+        started = time.perf_counter()
+        size = cache.guess(read, len(source), pool)
+        rate = min(cache.SAMPLE, len(source)) / (time.perf_counter() - started)
+    if not size:
+        raise UserError(f"none of the images of {source.root} that were tried can be read; are they images?")
+    if gpu is not None:
+        free = gpu.gib * GIB
+    else:
+        device = devices.choose(settings.train.device)
+        free = fit.available(device) if device.type == "cuda" else 0.0
+    mode = settings.data.cache
+    if mode == "gpu" and not free:
+        raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
+    where = None if mode == "off" else cache.place(mode, size, cache.Room(fit.host_memory(), free))
+    return Sample(size, where, rate, threads)
+
+
+def _stated(settings: Settings, local_batch: int, gpu: Gpu, filled: float) -> Device:
+    """A GPU that is not here, by the model."""
+    from adclr import fit
+
+    fixed, each = cost.gpu_memory(settings)
+    room = fit.GPU_SHARE * (gpu.gib * GIB - filled) - fixed
+    micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
+    rate = gpu.tflops * 1e12 * EFFICIENCY / cost.flops(settings).step
+    basis = (
+        f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
+        f"which {EFFICIENCY:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
+    )
+    return Device(basis, False, True, gpu.gib, room, fixed, each, micro, rate)
+
+
+def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
+    """The device that is here, by a few steps."""
+    import torch
+
+    from adclr import devices, fit, optim, speed, step, training
+
+    device = devices.choose(settings.train.device)
+    dtype = devices.autocast_dtype(settings.train.precision, device)
+    method = training.build(settings).to(device)
+    gpu = device.type == "cuda"
+    if gpu:
+        fixed, each = fit.measure(method, settings, device, dtype)
+        whole = fit.available(device)
+        room = fit.GPU_SHARE * (whole - filled) - fixed
+    else:  # weights, gradients, two moments and the teacher, in float32
+        fixed, each = 20.0 * cost.parameters(settings).all, fit.estimate(settings)
+        whole = fit.host_memory()
+        room = fit.CPU_SHARE * whole
+    micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
+    timed = micro if gpu else min(micro, CPU_IMAGES)
+    views = [fit.random_views(settings, timed, device, round(cost.hidden_patches(settings)))]
+    take = step.Step(settings, method, optim.make_optimizer(method.student, settings), device, dtype)
+    values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
+    fits, counts = True, (GPU_STEPS, GPU_REPEATS) if gpu else (CPU_STEPS, 1)
+    try:
+        speed.prepare(method, settings, device, dtype, timed)
+        for _ in range(GPU_WARM if gpu else CPU_WARM):
+            take(views, values)
+        spent = statistics.median(step.seconds(lambda: take(views, values), device, *counts))
+    except torch.OutOfMemoryError:
+        fits = False
+    if not fits:
+        raise UserError(
+            f"{timed} images at once do not fit into {whole / GIB:.1f} GiB; "
+            f"set train.micro_batch_size={fit.largest(local_batch, each, room, max(1, timed // 2))}"
+        )
+    name = torch.cuda.get_device_name(device) if gpu else f"the {auto.cpu_count()} CPU cores of this machine"
+    basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {timed} images of noise"
+    if not gpu:
+        basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
+    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, timed / spent)
+
+
+def _report(
+    settings: Settings,
+    source: Source | None,
+    count: int,
+    num_gpus: int,
+    device: Device,
+    sample: Sample | None,
+    out: Path | None,
+) -> dict[str, Any]:
+    batch, epochs = settings.train.batch_size, settings.train.epochs
+    steps, fits = epochs * (count // batch), int(device.room / device.each)
+    rate, warnings = num_gpus * device.images_per_second, []
+    if device.micro_batch > fits:
+        warnings.append(f"train.micro_batch_size={device.micro_batch} does not fit: at most {max(0, fits)} images do")
+    # on a CPU steps and decoding share the cores, and of another machine nothing is known
+    if device.measured and device.on_gpu and sample and not sample.place:
+        if sample.images_per_second < rate:
+            warnings.append(
+                f"images are decoded more slowly ({sample.images_per_second:.0f}/s) than the step takes them "
+                f"({rate:.0f}/s), so the time is theirs; smaller files or data.max_side help"
+            )
+        rate = min(rate, sample.images_per_second)
+    hours = steps * batch / rate / 3600
+    if hours > 24 * LONG_DAYS:
+        warnings.append(f"it takes {hours / 24:.0f} days; take fewer epochs, a smaller model or more GPUs")
+    disk = _disk(settings, source, count, steps)
+    disk["free_gb"] = None if out is None else _free(out) / GB
+    if out is not None and disk["free_gb"] < disk["total_gb"]:
+        warnings.append(f"{out} has room for {_size(disk['free_gb'])}, less than is needed; choose another --out")
+    parameters = cost.parameters(settings)
+    return {
+        "data": settings.data.path or None,
+        "images": count,
+        "recipe": settings.recipe,
+        "epochs": epochs,
+        "batch_size": batch,
+        "steps": steps,
+        "gpus": num_gpus,
+        "basis": device.basis,
+        "measured": device.measured,
+        "parameters": {"backbone": parameters.backbone, "head": parameters.head},
+        "memory": {
+            "gib": device.gib,
+            "fixed_gib": device.fixed / GIB,
+            "image_gib": device.each / GIB,
+            "images_that_fit": fits,
+            "micro_batch_size": device.micro_batch,
+            "accumulate": batch // num_gpus // device.micro_batch,
+            "needed_gib": (device.fixed + device.micro_batch * device.each) / GIB,
+        },
+        "time": {
+            "gflop_per_image": cost.flops(settings).step / 1e9,
+            "images_per_second": rate,
+            "hours": hours,
+            "seconds_per_epoch": hours * 3600 / epochs,
+        },
+        "disk": disk,
+        "decoded": sample
+        and {
+            "gib": sample.bytes / GIB,
+            "kept": sample.place,
+            "images_per_second": sample.images_per_second,
+            "threads": sample.threads,
+        },
+        "warnings": warnings,
+    }
+
+
+def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> dict[str, Any]:
+    """GB of the files of a run; while a checkpoint is written there is one more than are kept."""
+    index = NAME_BYTES * count
+    if source is not None:
+        index, found = 0, source.listing  # a list or a data set is its own index
+        if found is not None:
+            index = sum(len(name.encode("utf-8", "surrogateescape")) + 1 for name in (*found.names, *found.labels))
+            index += found.places.nbytes + 100 * len(found.facts)
+    one, backbone = cost.checkpoint_bytes(settings), cost.backbone_bytes(settings)
+    logs, checkpoints = cost.log_bytes(settings, steps), settings.train.keep_checkpoints + 1
+    return {
+        "checkpoint_gb": one / GB,
+        "checkpoints": checkpoints,
+        "backbone_gb": backbone / GB,
+        "logs_gb": logs / GB,
+        "index_gb": index / GB,
+        "total_gb": (checkpoints * one + backbone + logs + index) / GB,
+    }
+
+
+def _free(path: Path) -> float:
+    """Bytes left where a path would be made."""
+    while not path.exists():
+        path = path.parent
+    return float(shutil.disk_usage(path).free)
+
+
+def describe(plan: Mapping[str, Any]) -> list[str]:
+    """The plan as lines of text."""
+    memory, spent, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
+    parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
+    rate, free = spent["images_per_second"], disk["free_gb"]
+    rows = {
+        "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
+        f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
+        "basis": plan["basis"],
+        "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
+        f"{memory['images_that_fit']} images fit at once{many}",
+        "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
+        f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
+        "time": f"{_duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{_duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
+        "the step alone, without probes",
+        "disk": f"{_size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {_size(disk['checkpoint_gb'])} "
+        f"(one of them while it is written), backbone {_size(disk['backbone_gb'])}, logs {_size(disk['logs_gb'])}, "
+        f"index {_size(disk['index_gb'])}" + ("" if free is None else f"; {_size(free)} are free"),
+    }
+    if decoded:
+        kept = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(decoded["kept"], "decoded anew in every epoch")
+        rows["images"] = (
+            f"{_size(decoded['gib'] * GIB / GB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
+            f"images/s are decoded by {decoded['threads']} threads here"
+        )
+    told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
+    return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
+
+
+def _duration(hours: float) -> str:
+    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
+        if hours >= 2 * length:
+            return f"{hours / length:.1f} {unit}"
+    return f"{hours * 3600:.3g} seconds"
+
+
+def _size(gigabytes: float) -> str:
+    for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
+        if gigabytes >= length:
+            return f"{gigabytes / length:.3g} {unit}"
+    return f"{gigabytes * 1e6:.0f} kB"

@@ -1,0 +1,177 @@
+"""A plan against the run it is of, the model against its own constants, and the command as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import adclr as package
+from adclr import cli, config, cost, fit, gpus, launch, planning
+from adclr.config import UserError
+from adclr.settings import Settings
+from tiny import TINY, Adclr, words
+
+H200 = gpus.GPUS["h200"]
+MISTAKES = [  # arguments ({d}: images, {t}: an empty place), what the sentence says
+    ([], "give the images, or their number as --images N; neither was given"),
+    (["{d}", "--images", "5"], "not both"),
+    (["{t}/nowhere", "--gpu", "h200"], "nowhere does not exist"),
+    (["--images", "none"], "'none' is not a number from 1 on"),
+    (["--images", "0"], "'0' is not a number from 1 on"),
+    (["--images", "9", "--recipe", "adclr_vits16", "--gpu", "h200"], "fewer than train.batch_size=1024; set"),
+    (["--images", "5000", "--gpu", "h20"], "unknown GPU 'h20'; did you mean 'h200'?"),
+    (["--images", "5000", "--gpu", "a100"], "could be a100-40gb or a100-80gb"),
+    (["--images", "5000", "--gpu-memory", "40"], "needs both --gpu-memory (GiB) and --gpu-tflops"),
+    (["--images", "5000", "--gpu-memory", "-4"], "'-4' is not a number above 0"),
+    (["--images", "5000", "--gpu-tflops", "0"], "'0' is not a number above 0"),
+    (["--images", "5000", "--gpu", "h200", "--gpus", "3", "--recipe", "dino_vits16"], "does not divide over 3 GPUs"),
+    (["--images", "5000", "--gpu", "h200", "--recipe", "dino_vit"], "unknown recipe 'dino_vit'; did you mean"),
+    (["--images", "5000", "--gpu", "h200", "train.epoch=3"], "did you mean 'train.epochs'?"),
+    (["--images", "5000", "--gpu", "h200", "recipe=dino_vits16"], "write --recipe dino_vits16"),
+    (["{d}", "data.path=x", "--gpu", "h200"], "images were named twice"),
+    (["--images", "5000", "--gpu", "h200", "precision=float32"], "is of bfloat16"),
+    (["--images", "5000", "--gpu", "h200", "--json", "{t}"], "is a folder; give the name of a file"),
+    (["--images", "5000", "--gpu", "h200", "--out", "{t}/a.md/run"], "a.md is a file"),
+    (
+        ["--images", "5000", "--gpu-memory", "1.5", "--gpu-tflops", "9", "--recipe", "adclr_vitb16"],
+        "not even one image fits",
+    ),
+]
+
+
+def refused(adclr: Adclr, arguments: list[str], message: str, **environment: str) -> None:
+    done = adclr("plan", *arguments, **environment)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    (sentence,) = done.stderr.strip().splitlines()
+    assert sentence.startswith("adclr: ")
+    assert message in sentence
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_mistakes_are_one_sentence(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """In this process, since starting one for each takes longer than all of the rest."""
+    (tmp_path / "a.md").write_text("no image")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *(argument.format(d=images / "train", t=tmp_path) for argument in arguments)])
+    assert stopped.value.code == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence.startswith("adclr: ")
+    assert message in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["a.md"]
+
+
+def test_mistakes_of_where_it_runs(adclr: Adclr) -> None:
+    few = ["--images", "5000", "--recipe", "adclr_vits16"]
+    refused(adclr, [*few, "--gpus", "2"], "there is no GPU here to measure", CUDA_VISIBLE_DEVICES="")
+    refused(adclr, [*few, "--gpu", "h200"], "leave out torchrun", WORLD_SIZE="2", RANK="0")
+
+
+def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: Adclr) -> None:
+    out, file, tiny = tmp_path / "run", tmp_path / "plan.json", words(TINY)
+    done = adclr("plan", images / "train", "--out", out, "--json", file, "--recipe", "adclr_vits16", *tiny)
+    assert done.returncode == 0, done.stderr
+    assert not out.exists()
+    plan = json.loads(file.read_text())
+    for word in ("recipe   adclr_vits16: 32 images, 2 epochs, 8 steps", "measured on", "CPU", "batch", "time", "free"):
+        assert word in done.stdout
+    assert f"written to {file}" in done.stdout
+    run = package.pretrain(images / "train", out=out, recipe="adclr_vits16", **TINY)
+    results = json.loads((run.path / "results.json").read_text())
+    assert plan["steps"] == results["steps"]
+    assert plan["measured"] is True
+    (start,) = run.starts()
+    assert plan["memory"]["micro_batch_size"] == start["micro_batch_size"]
+    assert plan["memory"]["accumulate"] * plan["memory"]["micro_batch_size"] == 8
+    assert plan["decoded"]["kept"] == "ram"
+    assert plan["decoded"]["gib"] * 2**30 == pytest.approx(32 * 3 * 24 * 24)
+    assert plan["time"]["hours"] * 3600 == pytest.approx(64 / plan["time"]["images_per_second"])
+    size = sum(path.stat().st_size for path in (run.checkpoints / "latest").iterdir())
+    assert plan["disk"]["checkpoint_gb"] * 1e9 == pytest.approx(size, rel=0.05)
+    assert plan["disk"]["index_gb"] * 1e9 == pytest.approx((run.path / launch.INDEX).stat().st_size, abs=2000)
+    assert plan["settings"] == config.build(Settings, plan["settings"]).model_dump(mode="json")
+    assert plan["provenance"]["adclr"] == package.__version__
+
+
+def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config.build(Settings, config.recipe("adclr_vits16"))
+    plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
+    text = capsys.readouterr().out
+    assert "ESTIMATED, not measured, for H200" in text
+    assert f"{planning.EFFICIENCY:.0%}" in text
+    assert plan["steps"] == 100 * 1251
+    rate = 8 * 989e12 * planning.EFFICIENCY / cost.flops(settings).step
+    assert plan["time"]["images_per_second"] == pytest.approx(rate)
+    assert plan["time"]["hours"] == pytest.approx(100 * 1251 * 1024 / rate / 3600)
+    memory = plan["memory"]
+    assert (memory["micro_batch_size"], memory["accumulate"]) == (128, 1)
+    small = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=gpus.GPUS["l4"])["memory"]
+    assert small["micro_batch_size"] * small["accumulate"] == 1024
+    assert small["micro_batch_size"] <= small["images_that_fit"] < 2 * small["micro_batch_size"]
+    assert small["fixed_gib"] + small["images_that_fit"] * small["image_gib"] <= fit.GPU_SHARE * 22
+
+
+def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {"images": 50_000_000, "recipe": "adclr_vitb16", "gpu": gpus.GPUS["l4"]}
+    plan = planning.run(None, **told, out=tmp_path / "run")
+    assert [warning.split()[0] for warning in plan["warnings"]] == ["it"]
+    assert "days" in plan["warnings"][0]
+    monkeypatch.setattr(planning, "_free", lambda path: 1e6)
+    plan = planning.run(None, **told, overrides={"micro_batch_size": 1024}, out=tmp_path / "run")
+    first, _, last = plan["warnings"]
+    assert "train.micro_batch_size=1024 does not fit: at most" in first
+    assert "has room for 1 MB" in last
+
+
+def test_without_a_recipe_one_is_chosen_as_pretrain_would(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planning.run(str(images / "train"), gpu=H200)
+    assert plan["recipe"] == "auto: adclr_small"
+    assert "24 pixels are small images" in capsys.readouterr().out
+    plan = planning.run(None, images=2_000_000, gpu=H200)
+    assert plan["recipe"] == "auto: adclr_vitb16"
+    assert "taken to be of 256 pixels" in capsys.readouterr().out
+
+
+def test_images_on_the_gpu_leave_less_room(images: Path) -> None:
+    def plan(**changes: Any) -> Any:
+        return planning.run(str(images / "train"), gpu=H200, recipe="adclr_vits16", overrides=TINY | changes)
+
+    free, taken = plan(cache="off"), plan(cache="gpu")
+    assert (free["decoded"]["kept"], taken["decoded"]["kept"]) == (None, "gpu")
+    assert free["memory"]["images_that_fit"] > taken["memory"]["images_that_fit"]
+    with pytest.raises(UserError, match="not on a GPU"):
+        planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "gpu"})
+
+
+def test_names_of_gpus() -> None:
+    for name in ("h200", "H200", "NVIDIA H200"):
+        assert gpus.find(name, None, None) == H200
+    for name in ("NVIDIA GeForce RTX 4090", "rtx-4090", "rtx_4090"):
+        assert gpus.find(name, None, None) == gpus.GPUS["rtx4090"]
+    assert gpus.find("A100 80GB", None, None) == gpus.GPUS["a100-80gb"]
+    assert gpus.find("a10", 12.0, None) == gpus.Gpu("A10", 12.0, 125)
+    assert gpus.find(None, 10.0, 20.0) == gpus.Gpu("a GPU", 10.0, 20.0)
+    assert gpus.find(None, None, None) is None
+
+
+def test_too_many_images_at_once_are_told_which_number_fits(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("adclr.step.Step.__call__", full)
+    with pytest.raises(UserError, match=r"do not fit into .* GiB; set train\.micro_batch_size=1"):
+        planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+
+
+def test_help_lists_the_settings_at_once(adclr: Adclr) -> None:
+    started = time.monotonic()
+    text = adclr("plan", "--help").stdout
+    assert time.monotonic() - started < 3
+    for word in ("--images", "--gpu-memory", "--json", "train.batch_size", "h200"):
+        assert word in text
