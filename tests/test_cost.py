@@ -61,8 +61,8 @@ def test_a_query_costs_what_it_asks_and_no_more() -> None:
     few, many = (cost.flops(config.build(Settings, {"num_queries": count})).step for count in (0, 10))
     assert 1.02 < many / few < 1.10
     small = cost.flops(config.build(Settings, config.recipe("dino_vits16")))
-    # ViT-S/16 at 224 pixels is known as 4.6 G multiply-adds, here without the end of the last block for 196 patches; the
-    # teacher reads two images, and has its head
+    # ViT-S/16 at 224 pixels is known as 4.6 G multiply-adds, here without the end of the last block for 196 patches;
+    # the teacher reads two images, and has its head
     assert small.teacher == pytest.approx(2 * (2 * 4.6e9 - 18 * 384**2 * 196), rel=0.02)
     base = cost.flops(config.build(Settings, config.recipe("adclr_vitb16")))
     assert 3.5 < base.step / small.step < 4.2

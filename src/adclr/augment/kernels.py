@@ -8,6 +8,7 @@ depend on its neighbours.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ from adclr.augment.transfer import send_all
 # A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
 # and width, whether it is flipped, and where its half-resized form begins.
 ENTRY = 7
+# 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, and sigma.
+CHOICES, FACTORS = 7, 5
 ROWS, COLUMNS, PIXELS = 8, 128, 1024  # rows, columns and pixels a program works on at once
 WARPS = 2  # of the resizing: two columns for each thread, so that a weight is loaded once for both
-HALF = 2**26  # numbers of half-resized crops and weights held at once (256 MiB)
+HALF = 2**27  # numbers of half-resized crops and weights held at once (512 MiB)
 
 
 @triton.jit
@@ -186,10 +189,11 @@ def _jitter(r, g, b, step, factor, mean):
 
 
 @triton.jit
-def _colours(crops, on, factors, order, grey, pixels, PIXELS: tl.constexpr):
+def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl.constexpr, PIXELS: tl.constexpr):
     """Jitter in its order, then grey, in place; contrast needs the mean luma, so what precedes it is done twice."""
     n = tl.program_id(0).to(tl.int64)
-    jitter, to_grey = tl.load(on + n), tl.load(grey + n)
+    jitter, to_grey = tl.load(choices + n * CHOICES), tl.load(choices + n * CHOICES + 1)
+    order, factors = choices + n * CHOICES + 3, factors + n * FACTORS
     base = crops + n * 3 * pixels
     mean = 0.0
     if jitter > 0:
@@ -202,10 +206,10 @@ def _colours(crops, on, factors, order, grey, pixels, PIXELS: tl.constexpr):
             b = tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
             before = 1  # until contrast comes
             for place in range(4):
-                step = tl.load(order + n * 4 + place)
+                step = tl.load(order + place)
                 before = tl.where(step == 1, 0, before)
                 if before > 0:
-                    r, g, b = _jitter(r, g, b, step, tl.load(factors + n * 4 + step), 0.0)
+                    r, g, b = _jitter(r, g, b, step, tl.load(factors + step), 0.0)
             total += tl.where(inside, _luma(r, g, b), 0.0)
         mean = tl.sum(total, axis=0) / pixels
     if (jitter > 0) | (to_grey > 0):
@@ -217,8 +221,8 @@ def _colours(crops, on, factors, order, grey, pixels, PIXELS: tl.constexpr):
             b = tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
             if jitter > 0:
                 for place in range(4):
-                    step = tl.load(order + n * 4 + place)
-                    r, g, b = _jitter(r, g, b, step, tl.load(factors + n * 4 + step), mean)
+                    step = tl.load(order + place)
+                    r, g, b = _jitter(r, g, b, step, tl.load(factors + step), mean)
             if to_grey > 0:
                 luma = _luma(r, g, b)
                 r, g, b = luma, luma, luma
@@ -228,15 +232,38 @@ def _colours(crops, on, factors, order, grey, pixels, PIXELS: tl.constexpr):
 
 
 @triton.jit
-def _blur(source, target, source_index, target_index, sigmas, size, channels, stride, radius, PIXELS: tl.constexpr):
-    """A Gaussian along one axis (its `stride` is 1 or `size`), reflected at the border."""
+def _blur(
+    source,
+    target,
+    index,
+    factors,
+    size,
+    channels,
+    radius,
+    ACROSS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    PIXELS: tl.constexpr,
+):
+    """A Gaussian along one axis, reflected at the border: across from the crops into a copy, down from it back."""
     k = tl.program_id(0)
     channel = tl.program_id(1)
     at = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
     inside = at < size * size
-    sigma = tl.load(sigmas + k)
-    read = source + (tl.load(source_index + k) * channels + channel) * size * size
-    place = (at // stride) % size
+    crop = tl.load(index + k)
+    sigma = tl.load(factors + crop * FACTORS + 4)
+    own = k.to(tl.int64)
+    if ACROSS:
+        read, write = (
+            source + (crop * channels + channel) * size * size,
+            target + (own * channels + channel) * size * size,
+        )
+        place, stride = at % size, 1
+    else:
+        read, write = (
+            source + (own * channels + channel) * size * size,
+            target + (crop * channels + channel) * size * size,
+        )
+        place, stride = at // size, size
     line = at - place * stride
     sums = tl.zeros((PIXELS,), tl.float32)
     total = 0.0
@@ -247,18 +274,17 @@ def _blur(source, target, source_index, target_index, sigmas, size, channels, st
         moved = tl.abs(place + tap - radius)
         moved = tl.where(moved >= size, 2 * size - 2 - moved, moved)
         sums += tl.load(read + line + moved * stride, mask=inside, other=0.0) * weight
-    write = target + (tl.load(target_index + k) * channels + channel) * size * size
     tl.store(write + at, sums / total, mask=inside)
 
 
 @triton.jit
-def _finish(crops, solar, center, scale, pixels, channels, PIXELS: tl.constexpr):
+def _finish(crops, choices, center, scale, pixels, channels, CHOICES: tl.constexpr, PIXELS: tl.constexpr):
     """Solarise where it is drawn, and normalise, in place."""
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     inside = at < channels * pixels
     x = tl.load(crops + n * channels * pixels + at, mask=inside, other=0.0)
-    x = tl.where((tl.load(solar + n) > 0) & (x >= 128.0 / 255.0), 1.0 - x, x)
+    x = tl.where((tl.load(choices + n * CHOICES + 2) > 0) & (x >= 128.0 / 255.0), 1.0 - x, x)
     channel = at // pixels
     x = (x - tl.load(center + channel, mask=inside, other=0.0)) / tl.load(scale + channel, mask=inside, other=1.0)
     tl.store(crops + n * channels * pixels + at, x, mask=inside)
@@ -268,57 +294,54 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     """V×B×C×S×S, as the plain `augment._render` makes them."""
     device, channels, size = packed.bytes.device, packed.num_channels, crops.size
     batch, count = crops.flip.shape
-    by_view = np.arange(batch * count).reshape(batch, count).T.reshape(-1)  # view-major, as the method wants them
-    image = by_view // count
+    number = batch * count
 
-    def flat(array: NDArray[Any], kind: type) -> NDArray[Any]:
-        return array.reshape(batch * count, *array.shape[2:])[by_view].astype(kind)
+    def flat(array: NDArray[Any]) -> NDArray[Any]:
+        return array.swapaxes(0, 1).reshape(number, *array.shape[2:])  # view-major, as the method wants them
 
-    boxes, sizes = flat(crops.boxes, np.int64), packed.sizes[image]
-    table = np.empty((len(by_view), ENTRY), np.int64)
-    table[:, 0] = packed.offsets[image] + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
+    boxes = flat(crops.boxes)
+    sizes = np.tile(packed.sizes, (count, 1))
+    table = np.empty((number, ENTRY), np.int64)
+    table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
     table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
-    table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip, np.int64)
-    numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
+    table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip)
     most = num_taps(int(boxes[:, 2:].max()), size)
+    numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
     groups = _groups(numbers + 2 * size * most)
     for group in groups:
         table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
-    sigma = flat(crops.sigma, np.float32)
-    blurred = np.flatnonzero(sigma > 0)
-    jitter, grey = flat(crops.jitter, np.int32), flat(crops.grey, np.int32)
-    on_device = send_all(
-        [
-            table,
-            jitter,
-            flat(crops.factors, np.float32),
-            flat(crops.order, np.int32),
-            grey,
-            sigma[blurred],
-            blurred,
-            np.arange(len(blurred)),
-            flat(crops.solarise, np.int32),
-            np.array(mean, np.float32),
-            np.array(std, np.float32),
-        ],
-        device,
-    )
-    entries, on, factors, order, to_grey, sigmas, here, own, solar, center, scale = on_device
-    out = torch.empty(len(by_view), channels, size, size, device=device)
+    choices = np.empty((number, CHOICES), np.int32)
+    choices[:, 0], choices[:, 1], choices[:, 2] = flat(crops.jitter), flat(crops.grey), flat(crops.solarise)
+    choices[:, 3:] = flat(crops.order)
+    factors = np.empty((number, FACTORS), np.float32)
+    factors[:, :4], factors[:, 4] = flat(crops.factors), flat(crops.sigma)
+    blurred = np.flatnonzero(factors[:, 4] > 0)
+    entries, chosen, drawn, here = send_all([table, choices, factors, blurred], device)
+    out = torch.empty(number, channels, size, size, device=device)
     for group in groups:
         _resize(packed.bytes, entries[group], most, boxes[group], int(numbers[group].sum()), out[group])
     pixels = size * size
-    if channels == 3 and (jitter | grey).any():
-        _colours[(len(out),)](out, on, factors, order, to_grey, pixels, PIXELS=PIXELS)
+    if channels == 3 and choices[:, :2].any():
+        _colours[(number,)](out, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
     if len(blurred):
         temporary = torch.empty(len(blurred), channels, size, size, device=device)
         radius, grid = min(BLUR_RADIUS, size - 1), (len(blurred), channels, triton.cdiv(pixels, PIXELS))
-        _blur[grid](out, temporary, here, own, sigmas, size, channels, 1, radius, PIXELS=PIXELS)
-        _blur[grid](temporary, out, own, here, sigmas, size, channels, size, radius, PIXELS=PIXELS)
-    _finish[(len(out), triton.cdiv(channels * pixels, PIXELS))](
-        out, solar, center, scale, pixels, channels, PIXELS=PIXELS
+        shape = {"FACTORS": FACTORS, "PIXELS": PIXELS}
+        _blur[grid](out, temporary, here, drawn, size, channels, radius, ACROSS=True, **shape)
+        _blur[grid](temporary, out, here, drawn, size, channels, radius, ACROSS=False, **shape)
+    center, scale = _constants(mean, std, device)
+    _finish[(number, triton.cdiv(channels * pixels, PIXELS))](
+        out, chosen, center, scale, pixels, channels, CHOICES=CHOICES, PIXELS=PIXELS
     )
     return out.view(count, batch, channels, size, size)
+
+
+@cache
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    center, scale = send_all([np.array(mean, np.float32), np.array(std, np.float32)], device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams will read them
+    return center, scale
 
 
 def _groups(numbers: NDArray[np.int64]) -> list[slice]:
