@@ -26,7 +26,7 @@ from adclr.augment.transfer import send_all
 # A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
 # and width, whether it is flipped, and where its half-resized form begins.
 ENTRY = 7
-# 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, and sigma.
+# 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
 ROWS, COLUMNS, PIXELS = 8, 128, 1024  # rows, columns and pixels a program works on at once
 WARPS = 2  # of the resizing: two columns for each thread, so that a weight is loaded once for both
@@ -251,19 +251,12 @@ def _blur(
     inside = at < size * size
     crop = tl.load(index + k)
     sigma = tl.load(factors + crop * FACTORS + 4)
-    own = k.to(tl.int64)
+    plane = (crop * channels + channel) * size * size
+    own = (k.to(tl.int64) * channels + channel) * size * size
     if ACROSS:
-        read, write = (
-            source + (crop * channels + channel) * size * size,
-            target + (own * channels + channel) * size * size,
-        )
-        place, stride = at % size, 1
+        read, write, place, stride = source + plane, target + own, at % size, 1
     else:
-        read, write = (
-            source + (own * channels + channel) * size * size,
-            target + (crop * channels + channel) * size * size,
-        )
-        place, stride = at // size, size
+        read, write, place, stride = source + own, target + plane, at // size, size
     line = at - place * stride
     sums = tl.zeros((PIXELS,), tl.float32)
     total = 0.0
