@@ -57,7 +57,6 @@ BACKWARDS = {
         Config("whole", 64, 64, 4, 2, 3),
         Config("whole", 64, 64, 4, 3, 6),
         Config("whole", 64, 64, 8),
-        Config("keys", 64, 32, 4),
         Config("rows", 64, 64, 4),
     ],
     "long": [
@@ -65,9 +64,6 @@ BACKWARDS = {
         Config("rows", 32, 256, 8, 1),
         Config("rows", 16, 256, 8),
         Config("rows", 32, 256, 16),
-        Config("keys", 128, 32, 8),
-        Config("keys", 128, 64, 8),
-        Config("keys", 128, 16, 8),
         Config("two", 64, 32, 4),
         Config("two", 64, 32, 4, registers=128),
         Config("two", 64, 32, 4, 3, registers=128),

@@ -172,13 +172,14 @@ def stages(bench: Bench, repeats: int) -> None:
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
     from adclr import optim, training
-    from adclr.speed import prepare
+    from adclr.speed import prepare, ready
     from adclr.step import Step
 
     settings, device = bench.settings, bench.device
     method = training.build(settings).to(device)
-    prepare(method, settings, device, torch.bfloat16, bench.batch)
-    step = Step(settings, method, optim.make_optimizer(method.student, settings), device, torch.bfloat16)
+    record = ready(prepare(method, settings, device, torch.bfloat16, bench.batch))
+    optimizer = optim.make_optimizer(method.student, settings)
+    step = Step(settings, method, optimizer, device, torch.bfloat16, record=record)
     values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
     constant = next(bench.views(feeds["the cache"], 1))

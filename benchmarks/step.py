@@ -26,7 +26,7 @@ from plain_dino import PlainDino
 from adclr import config, cost, devices, fit, optim, training
 from adclr.runs import provenance, write_json
 from adclr.settings import Settings
-from adclr.speed import prepare
+from adclr.speed import prepare, ready
 from adclr.step import Step, seconds
 
 GIB = 2**30
@@ -108,20 +108,20 @@ def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Ca
     built = training.build(settings).to(device)
     optimizer = optim.make_optimizer(built.student, settings)
     dtype = devices.autocast_dtype("auto", device)
-    prepare(built, settings, device, dtype, batch)
-    step = Step(settings, built, optimizer, device, dtype)
+    step = Step(settings, built, optimizer, device, dtype, record=ready(prepare(built, settings, device, dtype, batch)))
     return lambda: step([views], VALUES)
 
 
 def measure(case: Case, device: torch.device, peak: float, given: argparse.Namespace) -> Row:
     settings = case.settings(given.tiny)
     batch = 4 if given.tiny else case.batch
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
     once = work(case, settings, batch, device)
     for _ in range(given.warmup):
         once()
     if device.type == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
     spent = seconds(once, device, given.steps, given.repeats)
     middle = statistics.median(spent)
     operations = cost.flops(settings, round(cost.hidden_patches(settings))).step

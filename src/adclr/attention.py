@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not, on macOS
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16)  # float32, which has no tensor cores of full precision, is PyTorch's
 WIDTHS = (16, 32, 64, 128)  # of a head
 MOST = 272  # tokens that answer; where there are more, flash attention is at home
 ROOM = 200_000  # bytes on chip, for the tiles: H100, H200 and B200 have 228 kB, GPUs for consumers 100 kB
@@ -146,7 +146,7 @@ class Config(NamedTuple):
 SHORT = 64  # tokens of a sequence that is one tile
 FORWARD = {
     "short": Config("forward", 64, 64, 4),
-    "long": Config("forward", 128, 64, 8),
+    "long": Config("forward", 128, 64, 8, 3),
     "large": Config("forward", 128, 64, 8),
     "exact": Config("forward", 32, 32, 4, 1),
 }
@@ -259,11 +259,6 @@ def backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, groups: Sequen
             kernels._whole[(units // per,)](given, asked, back, TILE=tile_of(part.tokens), PER=per, **constants)
         elif config.variant == "rows":
             kernels._rows[(units,)](*tensors, ROWS=block, KEYS=tile_of(part.image), **constants)
-        elif config.variant == "keys":
-            if blocks > 3:
-                raise ValueError(f"{part.tokens} tokens are more than 3 blocks of {block}")
-            constants |= _chunks(part.image, config.keys)
-            kernels._keys[(units,)](*tensors, ROWS=block, BLOCKS=blocks, **constants)
         else:
             first, others = -(-part.image // block), tile_of(part.tokens, config.keys)
             blocks += first  # keys, then rows

@@ -10,8 +10,6 @@ Backward comes in variants; the tables of `attention.py` choose:
 - `whole`: a sequence is one tile; the softmax is made again, so that neither the output nor `lse` is needed.
 - `rows`: a program has all keys of a sequence as one tile, with dk and dv in registers, and goes over its rows, `rows`
   at a time.
-- `keys`: a program has all rows of a sequence, in at most 3 blocks of `rows`, with dq in registers, and goes over its
-  keys, `keys` at a time.
 - `two`: a program has `rows` tokens of a sequence, as keys or as rows, and goes over the others, `keys` at a time. It
   computes the scores twice (7 products for 5), but is small.
 """
@@ -148,84 +146,6 @@ def _asking(at, grad, out, lse, row, TOKENS: tl.constexpr, DIM: tl.constexpr, WI
     do = _tile(grad, row, TOKENS, DIM, WIDTH)
     o = _tile(out, row, TOKENS, DIM, WIDTH)
     return q, do, tl.load(lse + row, mask=row < TOKENS, other=0.0), tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-
-
-@triton.jit
-def _pair(
-    q, do, sums, delta, k, v, key, dq, dk, dv, IMAGE: tl.constexpr, SCALE: tl.constexpr, PARTLY: tl.constexpr
-):  # fmt: skip
-    """What a tile of scores adds to dq (rows × width) and to dk and dv (width × keys)."""
-    s = _dot(q, tl.trans(k)) * SCALE - sums[:, None]
-    if PARTLY:
-        s = tl.where((key < IMAGE)[None, :], s, float("-inf"))
-    p = tl.exp2(s)
-    dv = _add(tl.trans(do), p.to(q.dtype), dv)
-    ds = (p * (_dot(do, tl.trans(v)) - delta[:, None])).to(q.dtype)
-    return _add(ds, k, dq), _add(tl.trans(q), ds, dk), dv
-
-
-@triton.jit
-def _column(
-    at, back, start, q0, do0, sums0, delta0, q1, do1, sums1, delta1, q2, do2, sums2, delta2, dq0, dq1, dq2,
-    IMAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, SLOPE: tl.constexpr,
-    KEYS: tl.constexpr, BLOCKS: tl.constexpr, PARTLY: tl.constexpr,
-):  # fmt: skip
-    """Some keys against all rows: their dk and dv are complete, dq grows."""
-    key = start + tl.arange(0, KEYS)
-    k = _tile(at + DIM, key, IMAGE, 3 * DIM, WIDTH)
-    v = _tile(at + 2 * DIM, key, IMAGE, 3 * DIM, WIDTH)
-    dk = tl.zeros((WIDTH, KEYS), tl.float32)
-    dv = tl.zeros((WIDTH, KEYS), tl.float32)
-    dq0, dk, dv = _pair(q0, do0, sums0, delta0, k, v, key, dq0, dk, dv, IMAGE, SCALE, PARTLY)
-    if BLOCKS > 1:
-        dq1, dk, dv = _pair(q1, do1, sums1, delta1, k, v, key, dq1, dk, dv, IMAGE, SCALE, PARTLY)
-    if BLOCKS > 2:
-        dq2, dk, dv = _pair(q2, do2, sums2, delta2, k, v, key, dq2, dk, dv, IMAGE, SCALE, PARTLY)
-    _put(back + DIM, key, IMAGE, tl.trans(dk * SLOPE), 3 * DIM, WIDTH)
-    _put(back + 2 * DIM, key, IMAGE, tl.trans(dv), 3 * DIM, WIDTH)
-    return dq0, dq1, dq2
-
-
-@triton.jit
-def _keys(
-    grad, qkv, out, lse, dqkv,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    SLOPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr, LAST: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
-    DIM: tl.constexpr = HEADS * WIDTH
-    sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
-    at = qkv + sequence * (TOKENS * 3 * DIM) + head * WIDTH
-    back = dqkv + sequence * (TOKENS * 3 * DIM) + head * WIDTH
-    grad += sequence * (TOKENS * DIM) + head * WIDTH
-    out += sequence * (TOKENS * DIM) + head * WIDTH
-    lse += (sequence * HEADS + head) * TOKENS
-    row = tl.arange(0, ROWS)
-    q0, do0, sums0, delta0 = _asking(at, grad, out, lse, row, TOKENS, DIM, WIDTH)
-    q1, do1, sums1, delta1, q2, do2, sums2, delta2 = q0, do0, sums0, delta0, q0, do0, sums0, delta0  # if there are any
-    if BLOCKS > 1:
-        q1, do1, sums1, delta1 = _asking(at, grad, out, lse, row + ROWS, TOKENS, DIM, WIDTH)
-    if BLOCKS > 2:
-        q2, do2, sums2, delta2 = _asking(at, grad, out, lse, row + 2 * ROWS, TOKENS, DIM, WIDTH)
-    dq0 = tl.zeros((ROWS, WIDTH), tl.float32)
-    dq1 = tl.zeros((ROWS, WIDTH), tl.float32)
-    dq2 = tl.zeros((ROWS, WIDTH), tl.float32)
-    if FULL > 0:
-        for start in tl.range(0, FULL, KEYS):
-            dq0, dq1, dq2 = _column(
-                at, back, start, q0, do0, sums0, delta0, q1, do1, sums1, delta1, q2, do2, sums2, delta2, dq0, dq1, dq2,
-                IMAGE, DIM, WIDTH, SCALE, SLOPE, KEYS, BLOCKS, False,
-            )  # fmt: skip
-    dq0, dq1, dq2 = _column(
-        at, back, FULL, q0, do0, sums0, delta0, q1, do1, sums1, delta1, q2, do2, sums2, delta2, dq0, dq1, dq2,
-        IMAGE, DIM, WIDTH, SCALE, SLOPE, LAST, BLOCKS, True,
-    )  # fmt: skip
-    _put(back, row, TOKENS, dq0 * SLOPE, 3 * DIM, WIDTH)
-    if BLOCKS > 1:
-        _put(back, row + ROWS, TOKENS, dq1 * SLOPE, 3 * DIM, WIDTH)
-    if BLOCKS > 2:
-        _put(back, row + 2 * ROWS, TOKENS, dq2 * SLOPE, 3 * DIM, WIDTH)
-    _silence(back, TOKENS, IMAGE, DIM, WIDTH)
 
 
 @triton.jit

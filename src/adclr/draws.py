@@ -42,21 +42,33 @@ def _word(text: str) -> np.uint64:
     return np.uint64(key_of(text))
 
 
+def _spread(bits: Words, low: float, high: float) -> NDArray[np.float64]:
+    return low + (high - low) * ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
 class Draws:
     def __init__(self, seed: int, epoch: int, keys: Words) -> None:
         self.state = mix(keys + np.uint64(combine(seed, epoch)))
 
     def bits(self, word: str, *shape: int) -> Words:
         """len(keys)×shape words of 64 random bits."""
-        count = int(np.prod(shape, dtype=np.int64))
-        start = mix(self.state ^ _word(word))
-        places = (np.arange(1, count + 1, dtype=np.uint64)) * _GOLDEN
-        return mix(start[:, None] + places[None]).reshape(len(self.state), *shape)
+        places = np.arange(int(np.prod(shape, dtype=np.int64)))
+        return self._at(word, places).reshape(len(self.state), *shape)
+
+    def _at(self, word: str, places: NDArray[np.int64], images: NDArray[np.int64] | None = None) -> Words:
+        """The words at some places, the same for all images, or of some images, each with a row of places."""
+        start = mix((self.state if images is None else self.state[images]) ^ _word(word))
+        return mix(start[:, None] + (places + 1).astype(np.uint64) * _GOLDEN)
+
+    def uniform_at(
+        self, word: str, places: NDArray[np.int64], images: NDArray[np.int64] | None, low: float, high: float
+    ) -> NDArray[np.float64]:
+        """Some of the numbers that `uniform` gives, without the others."""
+        return _spread(self._at(word, places, images), low, high)
 
     def uniform(self, word: str, *shape: int, low: float = 0.0, high: float = 1.0) -> NDArray[np.float64]:
         """Numbers in [low, high): 53 random bits each."""
-        unit = (self.bits(word, *shape) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        return low + (high - low) * unit
+        return _spread(self.bits(word, *shape), low, high)
 
     def chance(self, word: str, probability: float | NDArray[np.float64], *shape: int) -> NDArray[np.bool_]:
         """True with the given probability."""

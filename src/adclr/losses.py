@@ -43,7 +43,7 @@ def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: f
     return (soft_cross_entropy(targets, logits, temperature) * weights).sum()
 
 
-def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
+def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:
     """Targets with equal use of all prototypes over the batch of all processes (Sinkhorn-Knopp); rows sum to 1."""
     scaled = logits.float() / temperature
     rows = distributed.sum_(torch.tensor(float(logits.shape[0]), device=logits.device)).clamp(min=1)
@@ -74,7 +74,7 @@ class Center(nn.Module):
         # what this step has seen: the sum of outputs, and their number in the last place
         self.register_buffer("_sum", torch.zeros(num_prototypes + 1), persistent=False)
 
-    def targets(self, logits: Tensor, temperature: float) -> Tensor:
+    def targets(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
         return F.softmax((logits.float() - self.value) / temperature, dim=-1)
 
     @torch.no_grad()

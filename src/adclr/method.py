@@ -18,6 +18,8 @@ from adclr.vit import Input, Tokens, VisionTransformer
 
 Kind = Literal["global", "query", "masked"]
 
+TEMPERATURE = 0.07  # of the teacher's targets, where another is reached by scaling its outputs
+
 
 class Masks(Protocol):
     """Which patches of the student's global views are hidden, and where the hidden ones lie."""
@@ -112,7 +114,7 @@ class ADCLR(nn.Module):
         self.teacher.eval()  # drop path is the student's only
         return self
 
-    def forward(self, views: Views, teacher_temperature: float) -> Losses:
+    def forward(self, views: Views, teacher_temperature: float | Tensor) -> Losses:
         if self.target == "center" and fused.possible(views.global_crops):
             taught = self.read_as_teacher(views)
             return self.compare_in_chunks(taught, self.read_as_student(views), views, teacher_temperature)
@@ -168,7 +170,7 @@ class ADCLR(nn.Module):
         return Rows(projected, (len(cls), num_queries, len(projected) - len(cls) - num_queries))
 
     @torch.no_grad()
-    def teach(self, views: Views, temperature: float) -> Targets:
+    def teach(self, views: Views, temperature: float | Tensor) -> Targets:
         """What the teacher says the student should say."""
         rows = self.read_as_teacher(views)
         logits = _split(self.teacher.head.prototypes(rows.projected), rows, views)
@@ -190,25 +192,33 @@ class ADCLR(nn.Module):
         rows = self.read_as_student(views)
         return _split(self.student.head.prototypes(rows.projected), rows, views)
 
-    def compare_in_chunks(self, taught: Rows, studied: Rows, views: Views, teacher_temperature: float) -> Losses:
+    def compare_in_chunks(
+        self, taught: Rows, studied: Rows, views: Views, teacher_temperature: float | Tensor
+    ) -> Losses:
         """As `compare`, from rows before the last layer, whose logits are never all there; only `total` has a graph."""
         images = views.global_crops.shape[1]
         queries = images * _num_queries(views)
+        # a temperature that changes is taken into the teacher's outputs, so that the kernels need not know it
+        sharper = TEMPERATURE / teacher_temperature
+
+        def center(kind: Kind) -> Tensor:
+            return self.center(kind).value * sharper
+
         num_cls, num_queries, num_masked = studied.sizes
         weights = studied.projected[:0, 0] if views.masks is None else views.masks.weight
         parts = (
-            fused.Part(images, num_cls // images, self.center("global").value, 1.0),
-            fused.Part(queries, num_queries // max(1, queries), self.center("query").value, self.query_weight),
-            fused.Part(num_masked, 1, self.center("masked").value, self.masked_weight, weights),
+            fused.Part(images, num_cls // images, center("global"), 1.0),
+            fused.Part(queries, num_queries // max(1, queries), center("query"), self.query_weight),
+            fused.Part(num_masked, 1, center("masked"), self.masked_weight, weights),
         )
         found = fused.compare(
             studied.projected,
             self.student.head.last_layer.matrix(),
-            taught.projected,
+            taught.projected * sharper,
             self.teacher.head.last_layer.matrix(),
             parts,
             self.student_temperature,
-            teacher_temperature,
+            TEMPERATURE,
         )
         global_, query, masked = found.losses
         return Losses(found.total, global_, query, masked, found.entropy)

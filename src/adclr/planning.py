@@ -219,11 +219,12 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
     timed = micro if gpu else min(micro, CPU_IMAGES)
     views = [fit.random_views(settings, timed, device, round(cost.hidden_patches(settings)))]
-    take = step.Step(settings, method, optim.make_optimizer(method.student, settings), device, dtype)
     values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     fits, counts = True, (GPU_STEPS, GPU_REPEATS) if gpu else (CPU_STEPS, 1)
     try:
-        speed.prepare(method, settings, device, dtype, timed)
+        record = speed.ready(speed.prepare(method, settings, device, dtype, timed))
+        optimizer = optim.make_optimizer(method.student, settings)
+        take = step.Step(settings, method, optimizer, device, dtype, record=record)
         for _ in range(GPU_WARM if gpu else CPU_WARM):
             take(views, values)
         spent = statistics.median(step.seconds(lambda: take(views, values), device, *counts))

@@ -56,6 +56,11 @@ def prepare(
     return Compiled(time.monotonic() - started, failure)
 
 
+def ready(compiled: Compiled | None) -> bool:
+    """Whether the step is to be recorded too: what cannot be compiled is not trusted with it."""
+    return compiled is not None and compiled.failure is None
+
+
 @contextmanager
 def repeatable(wanted: bool) -> Iterator[None]:
     """Operations that a GPU does not repeat to the bit are errors, or replaced by such that it does."""

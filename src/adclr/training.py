@@ -29,7 +29,7 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
-from adclr.speed import Compiled, prepare, repeatable
+from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import plan
 from adclr.weights import Weights, architecture, save_backbone
@@ -113,8 +113,10 @@ def run(launched: Launch) -> Run:
         job = _assemble(launched, device)
         fits = True
         try:
-            start = _resume(job, launched, prepare(job.method, settings, device, job.dtype, job.micro_batch))
-            _train(job, start, Probe(job, labelled) if labelled else None)
+            compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
+            start = _resume(job, launched, compiled)
+            step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
+            _train(job, start, step, Probe(job, labelled) if labelled else None)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -254,10 +256,9 @@ def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
             yield epoch, order[micro : micro + job.micro_batch]
 
 
-def _train(job: Job, start: int, probe: Probe | None) -> None:
+def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    take = Step(settings, job.method, job.optimizer, job.device, job.dtype, job.accumulate)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
 
     def make(batch: Batch) -> Views:

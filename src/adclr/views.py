@@ -127,16 +127,25 @@ def crop_boxes(
     Of ten tries (area uniform in `scale`, width over height log-uniform in `ratio`) the first that fits is taken; if
     none does, the largest central crop whose shape is in `ratio`.
     """
-    batch = len(sizes)
-    height, width = sizes[:, 0].reshape(batch, 1, 1), sizes[:, 1].reshape(batch, 1, 1)
-    area = height * width * draws.uniform(f"{kind} area", count, TRIES, low=scale[0], high=scale[1])
-    low, high = np.log(ratio[0]), np.log(ratio[1])
-    aspect = np.exp(draws.uniform(f"{kind} aspect", count, TRIES, low=low, high=high))
-    h, w = np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
-    fits = (h > 0) & (w > 0) & (h <= height) & (w <= width)
-    first = fits.argmax(axis=-1)[..., None]
-    h, w = np.take_along_axis(h, first, -1)[..., 0], np.take_along_axis(w, first, -1)[..., 0]
-    height, width, none_fits = height[..., 0], width[..., 0], np.logical_not(fits.any(axis=-1))
+    height, width = sizes[:, :1], sizes[:, 1:]  # B×1
+
+    def tried(places: Ints, images: Ints | None) -> tuple[Ints, Ints, Bools]:
+        """Height, width and whether it fits, of tries at these places."""
+        tall, wide = (height, width) if images is None else (height[images], width[images])
+        area = tall * wide * draws.uniform_at(f"{kind} area", places, images, *scale)
+        aspect = np.exp(draws.uniform_at(f"{kind} aspect", places, images, np.log(ratio[0]), np.log(ratio[1])))
+        h, w = np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        return h, w, (h > 0) & (w > 0) & (h <= tall) & (w <= wide)
+
+    # nine in ten fit at once, so the other tries are drawn only where they are needed
+    h, w, fits = tried(np.arange(count) * TRIES, None)
+    image, crop = np.nonzero(~fits)
+    again_h, again_w, again = tried(crop[:, None] * TRIES + np.arange(TRIES), image)
+    first = again.argmax(axis=-1)[:, None]
+    h[image, crop] = np.take_along_axis(again_h, first, -1)[:, 0]
+    w[image, crop] = np.take_along_axis(again_w, first, -1)[:, 0]
+    none_fits = np.zeros_like(fits)
+    none_fits[image, crop] = np.logical_not(again.any(axis=-1))
     whole_h = np.minimum(height, np.maximum(1, np.rint(width / ratio[0]))).astype(np.int64)
     whole_w = np.minimum(width, np.maximum(1, np.rint(height * ratio[1]))).astype(np.int64)
     h, w = np.where(none_fits, whole_h, h), np.where(none_fits, whole_w, w)

@@ -7,6 +7,7 @@ neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -65,6 +66,12 @@ class Views:
     def tensors(self) -> list[Tensor]:
         masks = (self.masks.grid, self.masks.index, self.masks.weight) if self.masks is not None else ()
         return [t for t in (self.global_crops, self.local_crops, self.queries, *masks) if t is not None]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Views:
+        """Each of its tensors changed."""
+        local, queries = (None if t is None else change(t) for t in (self.local_crops, self.queries))
+        masks = self.masks and Masks(change(self.masks.grid), change(self.masks.index), change(self.masks.weight))
+        return Views(change(self.global_crops), local, queries, masks)
 
 
 @torch.no_grad()
