@@ -49,8 +49,8 @@ def prepare(
     except Exception as error:  # a compiler has many ways to fail, most of them somebody's missing compiler
         for backbone, before in zip(backbones, plain, strict=True):
             backbone.run_block = before
-        lines = str(error).strip().splitlines() or [""]
-        failure = f"{type(error).__name__}: {lines[0][:300]}"
+        reason = " ".join(str(error).split("\n\n")[0].split())  # what follows is a traceback and advice on it
+        failure = f"{type(error).__name__}: {reason[:300]}"
         print(f"the blocks could not be compiled, so training is slower ({failure})", file=sys.stderr)
     method.forget()
     return Compiled(time.monotonic() - started, failure)

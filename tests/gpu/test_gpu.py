@@ -167,7 +167,13 @@ def write_scenes(folder: Path) -> Path:
 
 def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
     images = write_scenes(tmp_path / "scenes")
-    changes = TINY | {"device": "cuda", "masked_weight": 1.0, "probe.data": str(images), "checkpoint_every_steps": 3}
+    changes = TINY | {
+        "device": "cuda",
+        "compile": "off",
+        "masked_weight": 1.0,
+        "probe.data": str(images),
+        "checkpoint_every_steps": 3,
+    }
     run = package.pretrain(images / "train", out=tmp_path / "run", **changes)
     results = json.loads((run.path / "results.json").read_text())
     assert results["steps"] == 16
@@ -216,6 +222,7 @@ def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_pat
         "micro_batch_size": 64,
         "warmup_epochs": 0,
         "device": "cuda",
+        "compile": "off",
     }
     limited = (
         "import sys, torch; torch.cuda.set_per_process_memory_fraction(5 * 2**30 / "
@@ -260,10 +267,160 @@ def test_a_run_from_the_gpu_cache_sees_what_a_run_from_files_sees(tmp_path: Path
     losses = {}
     for cache in ("off", "ram", "gpu", "auto"):
         run = package.pretrain(
-            images / "train", out=tmp_path / cache, recipe="adclr_small", **(TINY | {"device": "cuda", "cache": cache})
+            images / "train",
+            out=tmp_path / cache,
+            recipe="adclr_small",
+            **(TINY | {"device": "cuda", "compile": "off", "cache": cache}),
         )
         losses[cache] = [row["loss"] for row in run.rows("metrics.jsonl")]
         kept = json.loads((run.path / "provenance.json").read_text())[0]["cache"]
         assert (kept is None) == (cache == "off")
     for cache in ("ram", "gpu", "auto"):
         assert losses[cache] == pytest.approx(losses["off"], rel=1e-2)
+
+
+SMALL = {
+    "size": "tiny",
+    "depth": 3,
+    "num_prototypes": 1024,
+    "num_local": 4,
+    "drop_path": 0.3,
+    "batch_size": 8,
+    "device": "cuda",
+}
+
+
+def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recorded: bool) -> tuple[Any, list[Any]]:
+    """So many steps on the same views from one seed, with values that change as they do in training."""
+    from adclr import optim, speed
+    from adclr.step import Step
+
+    method = training.build(settings).to(CUDA)
+    if compiled:
+        found = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
+        assert found is not None
+        assert found.failure is None
+    optimizer = optim.make_optimizer(method.student, settings)
+    step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
+    losses = []
+    for number in range(count):
+        torch.manual_seed(1000 + number)
+        values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+        found_losses, ok = step([views], values)
+        losses.append(found_losses.tolist())
+        assert ok.item()
+    assert (step.recorded is not None) == recorded
+    return method, losses
+
+
+def test_a_recorded_step_is_the_step() -> None:
+    """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: all as without."""
+    settings, views = default_views(8, CUDA, **SMALL)
+    plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
+    again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
+    assert same == pytest.approx(losses, rel=1e-5)
+    for (name, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
+    settings, views = default_views(8, CUDA, **SMALL)
+    _, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
+    _, near = steps_of(settings, views, 6, compiled=True, recorded=True)
+    assert near == pytest.approx(losses, rel=2e-2)
+
+
+def test_the_fast_way_has_the_gradients_of_float32() -> None:
+    """Compiled, bfloat16, kernels and chunks against plain float32: every parameter of a ViT-S with all three losses."""
+    from adclr import attention, fused, speed
+
+    settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
+    method = training.build(settings).to(CUDA)
+    found = {}
+    for fast in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if fast:
+                compiled = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
+                assert compiled is not None
+                assert compiled.failure is None
+                with autocast():
+                    losses = method(views, 0.05)
+            else:
+                patch.setattr(attention, "fits", lambda *_: False)
+                patch.setattr(fused, "possible", lambda *_: False)
+                losses = method(views, 0.05)
+            losses.total.backward()
+        gradients = {n: p.grad.double() for n, p in method.student.named_parameters() if p.grad is not None}
+        found[fast] = [loss.item() for loss in losses], gradients
+        method.forget()
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-2)
+    for name, exact in found[False][1].items():
+        cosine = torch.nn.functional.cosine_similarity(found[True][1][name].flatten(), exact.flatten(), dim=0)
+        assert cosine > 0.999, (name, cosine.item())
+
+
+def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    images = write_scenes(tmp_path / "scenes")
+    found = []
+    for name in ("one", "two"):
+        run = package.pretrain(
+            images / "train", out=tmp_path / name, **(TINY | {"device": "cuda", "deterministic": True, "epochs": 3})
+        )
+        found.append((list(run.rows("metrics.jsonl")), load_file(run.path / "backbone.safetensors")))
+    assert found[0][0] == found[1][0]
+    for tensor, other in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        assert torch.equal(tensor, other)
+
+
+def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
+    """Host memory, GPU memory and threads over 3000 batches from files, decoded and augmented on the GPU."""
+    import threading
+
+    from adclr.ahead import Ahead
+    from adclr.decode import Decoder
+    from adclr.feed import Feed
+    from adclr.nvjpeg import GpuDecoder
+    from adclr.sources import ImageFolder
+
+    scenes.write(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)
+    source, settings = ImageFolder(tmp_path / "scenes" / "train"), tiny()
+    feed = Feed(source, 4, Decoder(), pin=True, gpu_decoder=GpuDecoder(Decoder(), CUDA))
+    order = ((0, np.arange(8) + 8 * (i % 4)) for i in range(3000))
+    data = settings.data
+    before = threading.active_count()
+    views = Ahead(
+        feed.batches(order, lambda e, k, s: plan(settings, e, k, s)),
+        lambda batch: render(batch.packed.to(CUDA), batch.plan, data.mean, data.std),
+        CUDA,
+    )
+    seen: dict[int, tuple[int, int]] = {}
+    for number, _ in enumerate(views):
+        if number in (500, 2999):
+            torch.cuda.synchronize()
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            seen[number] = resident, torch.cuda.memory_reserved()
+    views.close()
+    assert threading.active_count() == before
+    assert seen[2999][0] < seen[500][0] + 64 * 2**20
+    assert seen[2999][1] <= seen[500][1] + 32 * 2**20
+
+
+def test_interrupting_leaves_no_process_behind(tmp_path: Path) -> None:
+    import signal
+    import time
+
+    images = write_scenes(tmp_path / "scenes")
+    changes = TINY | {"device": "cuda", "compile": "off", "epochs": 100_000, "cache": "off"}
+    arguments = ["pretrain", str(images / "train"), "--out", str(tmp_path / "run"), *words(changes)]
+    with subprocess.Popen([sys.executable, "-m", "adclr", *arguments], stderr=subprocess.DEVNULL) as process:
+        for _ in range(600):
+            if (tmp_path / "run" / "metrics.jsonl").exists():
+                break
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        process.wait(timeout=20)
+        assert time.monotonic() - started < 2

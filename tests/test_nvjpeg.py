@@ -1,0 +1,135 @@
+"""Which files go to the GPU's decoder, and that a batch of them is what the CPU makes of it.
+
+On a machine without a GPU the same code asks torchvision's decoder of the CPU for a batch.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from adclr import scenes
+from adclr.decode import Decoder
+from adclr.feed import Feed
+from adclr.jpeg import read_header
+from adclr.nvjpeg import Encoded, GpuDecoder
+from adclr.sources import ImageFolder
+from adclr.views import plan
+from tiny import tiny
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEAR = 2.0 if DEVICE.type == "cuda" else 0.0  # of 255, in the mean
+
+
+def jpeg(number: int = 0, size: tuple[int, int] = (40, 56), orientation: int = 1, **options: Any) -> bytes:
+    image = Image.fromarray(scenes.scene(0, number, 64).image[: size[0], : size[1]])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=92, exif=exif, **options)
+    return buffer.getvalue()
+
+
+def test_it_takes_what_it_is_faster_at_and_nothing_doubtful() -> None:
+    decoder = GpuDecoder(Decoder(max_pixels=10_000, max_side=64, shrink_above=60), DEVICE)
+    assert decoder.take(jpeg()) is not None
+    assert decoder.take(jpeg() + b"\0" * 20) is not None  # some cameras fill up
+    assert decoder.take(jpeg(progressive=True)) is None
+    assert decoder.take(jpeg()[:-300]) is None  # not whole
+    assert decoder.take(b"<html>") is None
+    assert decoder.take(jpeg(size=(64, 64))) is not None
+    small = GpuDecoder(Decoder(max_side=50), DEVICE)
+    assert small.take(jpeg()) is None  # it would be made smaller
+    assert GpuDecoder(Decoder(max_pixels=1000), DEVICE).take(jpeg()) is None
+    assert GpuDecoder(Decoder(num_channels=1), DEVICE).take(jpeg()) is None
+    buffer = io.BytesIO()
+    Image.new("L", (40, 40)).save(buffer, "JPEG")
+    assert decoder.take(buffer.getvalue()) is None  # grey
+    buffer = io.BytesIO()
+    Image.new("CMYK", (40, 40)).save(buffer, "JPEG")
+    assert decoder.take(buffer.getvalue()) is None
+
+
+def test_red_green_and_blue_that_were_not_transformed_are_known_by_either_sign() -> None:
+    data = jpeg()
+    header = read_header(data)
+    assert header is not None
+    assert header.baseline
+    adobe = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+    for transform, baseline in ((0, False), (1, True)):
+        marked = read_header(data[:2] + adobe + bytes([transform]) + data[2:])
+        assert marked is not None
+        assert marked.baseline == baseline
+    frame = data.index(b"\xff\xc0")
+    named = bytearray(data)
+    for component, letter in enumerate(b"RGB"):
+        named[frame + 10 + 3 * component] = letter
+    marked = read_header(bytes(named))
+    assert marked is not None
+    assert not marked.baseline
+
+
+def test_a_batch_is_what_the_cpu_makes_of_it_upright_and_in_order() -> None:
+    cpu = Decoder()
+    decoder = GpuDecoder(cpu, DEVICE)
+    blobs = [jpeg(number, orientation=1 + number) for number in range(8)]
+    blobs += [jpeg(9, progressive=True), jpeg(10, size=(33, 47))]
+    items = [decoder.take(blob) or cpu(blob) for blob in blobs]
+    assert sum(isinstance(item, Encoded) for item in items) == 9
+    packed = decoder.pack(items)
+    assert packed is not None
+    assert packed.bytes.device.type == DEVICE.type
+    for blob, offset, size in zip(blobs, packed.offsets, packed.sizes, strict=True):
+        expected = cpu(blob)
+        assert expected.shape[1:] == tuple(size)
+        found = packed.bytes[offset : offset + expected.size].cpu().numpy().reshape(expected.shape)
+        assert np.abs(found.astype(float) - expected).mean() <= NEAR
+
+
+def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> None:
+    """One that only decoding finds out, one that the header tells, and one that is not there."""
+    for number in range(12):
+        (tmp_path / f"{number:02d}.jpg").write_bytes(jpeg(number))
+    whole = jpeg(3)
+    scan = whole.index(b"\xff\xda")
+    (tmp_path / "03.jpg").write_bytes(whole[:scan] + b"\xff\xd9")  # whole to the eye, without pixels
+    (tmp_path / "05.jpg").write_bytes(b"<html>")
+    source, settings = ImageFolder(tmp_path), tiny()
+    (tmp_path / "07.jpg").unlink()
+
+    def batches(gpu: GpuDecoder | None, listed: list[str]) -> list[Any]:
+        feed = Feed(source, 2, Decoder(), on_unreadable=lambda path, reason: listed.append(path), gpu_decoder=gpu)
+        order = [(0, np.arange(0, 4)), (0, np.arange(4, 8)), (0, np.arange(8, 12))]
+        return list(feed.batches(order, lambda e, k, s: plan(settings, e, k, s)))
+
+    told: list[str] = []
+    also: list[str] = []
+    for a, b in zip(batches(None, told), batches(GpuDecoder(Decoder(), DEVICE), also), strict=True):
+        assert np.array_equal(a.packed.sizes, b.packed.sizes)
+        assert np.array_equal(a.packed.offsets, b.packed.offsets)
+        assert (a.packed.bytes.float() - b.packed.bytes.cpu().float()).abs().mean() <= NEAR
+        assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)
+    assert sorted(told) == sorted(also) == ["03.jpg", "05.jpg", "07.jpg"]
+
+
+@pytest.mark.parametrize("options", [{"subsampling": 0}, {"subsampling": 2}])
+def test_photographs_are_pillows(options: dict[str, Any]) -> None:
+    from sklearn.datasets import load_sample_images
+
+    decoder = GpuDecoder(Decoder(), DEVICE)
+    for photo in load_sample_images().images:
+        buffer = io.BytesIO()
+        Image.fromarray(photo).save(buffer, "JPEG", quality=92, **options)
+        item = decoder.take(buffer.getvalue())
+        assert item is not None
+        packed = decoder.pack([item])
+        assert packed is not None
+        pillow = np.asarray(Image.open(buffer)).transpose(2, 0, 1)
+        found = packed.bytes.cpu().numpy().reshape(pillow.shape)
+        assert np.abs(found.astype(float) - pillow).mean() <= NEAR

@@ -1,0 +1,102 @@
+"""Compiled blocks that cannot be compiled, memory that is traded for time, and views made ahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adclr import pretrain, speed
+from adclr.ahead import Ahead
+from adclr.blocks import again_block, run_block
+from adclr.training import build
+from adclr.vit import VisionTransformer
+from tiny import TINY, tiny
+
+CPU = torch.device("cpu")
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no compiler\nof any kind")
+
+
+def with_backend(backend: Any) -> Any:
+    def compile_blocks(vit: VisionTransformer) -> None:
+        real(vit, backend=backend)
+
+    real = VisionTransformer.compile_blocks
+    return compile_blocks
+
+
+def test_a_compiler_that_fails_costs_speed_and_not_the_run(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(VisionTransformer, "compile_blocks", with_backend(broken))
+    run = pretrain(images / "train", tmp_path / "run", **(TINY | {"compile": "on"}))
+    said = capsys.readouterr().err
+    assert "could not be compiled, so training is slower" in said
+    assert "no compiler" in said
+    facts = json.loads((run.path / "provenance.json").read_text())[0]["compiled"]
+    assert "no compiler" in facts["failure"]
+    plain = pretrain(images / "train", tmp_path / "plain", **(TINY | {"compile": "off"}))
+    assert json.loads((plain.path / "provenance.json").read_text())[0]["compiled"] is None
+    assert list(run.rows("metrics.jsonl")) == list(plain.rows("metrics.jsonl"))
+
+
+def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VisionTransformer, "compile_blocks", with_backend("aot_eager"))
+    settings = tiny(compile="on", masked_weight=1.0)
+    method = build(settings)
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    compiled = speed.prepare(method, settings, CPU, None, 4)
+    assert compiled is not None
+    assert compiled.failure is None
+    assert speed.ready(compiled)
+    assert method.student.backbone.run_block is not run_block
+    assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
+    assert all(parameter.grad is None for parameter in method.parameters())
+
+
+def test_auto_compiles_on_a_gpu_only_and_activations_are_checkpointed_when_asked() -> None:
+    method = build(tiny())
+    assert speed.prepare(method, tiny(), CPU, None, 4) is None
+    assert method.student.backbone.run_block is run_block
+    assert speed.prepare(method, tiny(checkpoint_activations=True), CPU, None, 4) is None
+    assert method.student.backbone.run_block is again_block
+    assert method.teacher.backbone.run_block is run_block
+
+
+def test_training_with_checkpointed_activations_is_the_same(images: Path, tmp_path: Path) -> None:
+    losses = []
+    for again in (False, True):
+        run = pretrain(images / "train", tmp_path / str(again), **(TINY | {"checkpoint_activations": again}))
+        losses.append([row["loss"] for row in run.rows("metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_deterministic_holds_while_it_is_asked_for() -> None:
+    with speed.repeatable(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with speed.repeatable(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_views_come_in_order_and_batches_are_closed() -> None:
+    closed = []
+
+    def batches() -> Any:
+        try:
+            yield from range(5)
+        finally:
+            closed.append(True)
+
+    ahead: Any = Ahead(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
+    assert [next(ahead), next(ahead)] == [0, 10]
+    ahead.close()
+    assert closed == [True]
+    ahead = Ahead(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
+    assert list(ahead) == [0, 10, 20, 30, 40]
