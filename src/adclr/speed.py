@@ -13,6 +13,7 @@ import torch
 
 from adclr import fit
 from adclr.blocks import RunBlock
+from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.settings import Settings
 
@@ -61,6 +62,18 @@ def ready(compiled: Compiled | None) -> bool:
     return compiled is not None and compiled.failure is None
 
 
+def _check_cublas() -> None:
+    """cuBLAS must have been told before its first product in this process."""
+    if torch.cuda.is_available():
+        try:
+            torch.ones(2, 2, device="cuda").mm(torch.ones(2, 2, device="cuda"))
+        except RuntimeError:
+            raise UserError(
+                "train.deterministic=true comes too late in this process, which has used the GPU; "
+                "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8 before it starts"
+            ) from None
+
+
 @contextmanager
 def repeatable(wanted: bool) -> Iterator[None]:
     """Operations that a GPU does not repeat to the bit are errors, or replaced by such that it does."""
@@ -72,6 +85,7 @@ def repeatable(wanted: bool) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, finds nothing
     try:
+        _check_cublas()
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
