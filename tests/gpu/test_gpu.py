@@ -319,7 +319,7 @@ def test_a_recorded_step_is_the_step() -> None:
     settings, views = default_views(8, CUDA, **SMALL)
     plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
     again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
-    assert same == pytest.approx(losses, rel=1e-5)
+    np.testing.assert_allclose(same, losses, rtol=1e-5)
     for (name, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -328,7 +328,7 @@ def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
     settings, views = default_views(8, CUDA, **SMALL)
     _, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
     _, near = steps_of(settings, views, 6, compiled=True, recorded=True)
-    assert near == pytest.approx(losses, rel=2e-2)
+    np.testing.assert_allclose(near, losses, rtol=2e-2)
 
 
 def test_the_fast_way_has_the_gradients_of_float32() -> None:
@@ -410,6 +410,7 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
             seen[number] = resident, torch.cuda.memory_reserved()
     views.close()
     assert threading.active_count() == before
+    print({number: [size / 2**20 for size in sizes] for number, sizes in seen.items()})
     assert seen[2999][0] < seen[500][0] + 64 * 2**20
     assert seen[2999][1] <= seen[500][1] + 32 * 2**20
 
