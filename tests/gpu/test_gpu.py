@@ -287,7 +287,6 @@ SMALL = {
     "num_local": 4,
     "drop_path": 0.3,
     "batch_size": 8,
-    "device": "cuda",
 }
 
 

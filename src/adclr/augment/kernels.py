@@ -1,10 +1,9 @@
 """The views of `augment.render` in a few Triton kernels, for NVIDIA GPUs; the plain operations are their oracle.
 
-Six launches for each kind of crop: resize down the columns straight from the packed images and then across the rows,
-colours, blur (two), and solarise with normalise. A program works on one crop, so a view cannot depend on its
-neighbours. Resizing is a product with a band of weights, for which tensor cores are made; a source pixel is then read
-once or twice, not once for each output it goes into. Bytes are exact in float16; weights and half-resized pixels,
-kept less 128, are rounded to it, which moves a pixel by up to 0.1 of 255.
+Seven launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
+images and then across the rows, colours, blur (two), and solarise with normalise. Down comes first because its reads
+lie side by side, so that the larger half of the work is the cheap one. A program works on one crop, so a view cannot
+depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from adclr import views as planning
 from adclr.augment.photometric import BLUR_RADIUS
+from adclr.augment.resample import num_taps
 from adclr.augment.transfer import send_all
 
 # A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
@@ -28,9 +28,9 @@ from adclr.augment.transfer import send_all
 ENTRY = 7
 # 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
-# Of the resizing: rows, columns and source pixels of a program's matrix product; of all else: pixels at once.
-ROWS, COLUMNS, DEPTH, PIXELS = 32, 64, 32, 1024
-HALF = 2**27  # numbers of half-resized crops held at once (256 MiB)
+ROWS, COLUMNS, PIXELS = 8, 128, 1024  # rows, columns and pixels a program works on at once
+WARPS = 2  # of the resizing: two columns for each thread, so that a weight is loaded once for both
+HALF = 2**27  # numbers of half-resized crops and weights held at once (512 MiB)
 
 
 @triton.jit
@@ -55,26 +55,43 @@ def _reach(target, length, size):
 
 
 @triton.jit
-def _weights(source, center, wide, first, last):
-    """outputs × sources, float16: the weight of each source pixel for each output, 0 outside its reach."""
-    place = source.to(tl.float32)[None, :]
-    weight = _cubic((place - center[:, None] + 0.5) / wide)
-    return tl.where((place >= first[:, None]) & (place < last[:, None]), weight, 0.0).to(tl.float16)
+def _taps(length, size):
+    """How many taps an output has at most."""
+    return tl.ceil(4.0 * tl.maximum(length.to(tl.float32) / size, 1.0)).to(tl.int32) + 1
+
+
+@triton.jit
+def _mirrored(place, size, flip):
+    return tl.where(flip > 0, size - 1 - place, place)
+
+
+@triton.jit
+def _weights(table, weights, size, most, ENTRY: tl.constexpr, OUTPUTS: tl.constexpr):
+    """weights[crop, axis, tap, output], axis 0 down and 1 across: computed once, for every pixel to use; sum 1."""
+    n, axis = tl.program_id(0), tl.program_id(1)
+    entry = table + n * ENTRY
+    length = tl.load(entry + 3 + axis).to(tl.int32)
+    flip = tl.load(entry + 5).to(tl.int32) * axis
+    place = tl.arange(0, OUTPUTS)
+    center, wide, first, last = _reach(_mirrored(place, size, flip), length, size)
+    write = weights + ((n.to(tl.int64) * 2 + axis) * most) * size + place
+    inside = place < size
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    count = _taps(length, size)
+    for tap in range(count):
+        at = first + tap
+        total += tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
+    for tap in range(count):
+        at = first + tap
+        weight = tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
+        tl.store(write + tap * size, weight / total, mask=inside)
 
 
 @triton.jit
 def _down(
-    data,
-    table,
-    half,
-    size,
-    channels,
-    ENTRY: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    data, table, weights, half, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column], less 128."""
+    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column]."""
     n = tl.program_id(0)
     entry = table + n * ENTRY
     base, stride, plane = tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2)
@@ -83,36 +100,26 @@ def _down(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) * COLUMNS < width:
-        center, wide, first, last = _reach(tl.minimum(row, size - 1), height, size)
-        begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
+        inside = (row < size)[:, None] & (column < width)[None, :]
+        _, _, first, _ = _reach(row, height, size)
+        top = first.to(tl.int32)
+        count = _taps(height, size)
+        weight = weights + (n.to(tl.int64) * 2 * most) * size + row
         for channel in range(channels):
             read = data + base + channel * plane
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            for here in range(begin, end, DEPTH):
-                source = here + tl.arange(0, DEPTH)
-                weight = _weights(source, center, wide, first, last)
-                total += tl.sum(weight.to(tl.float32), axis=1)
-                inside = (source < height)[:, None] & (column < width)[None, :]
-                pixel = tl.load(read + (source[:, None] * stride + column[None, :]), mask=inside, other=0)
-                sums = tl.dot(weight, pixel.to(tl.float16), sums)
+            for tap in range(count):
+                factor = tl.load(weight + tap * size, mask=row < size, other=0.0)
+                source = tl.minimum(top + tap, height - 1) * stride
+                pixel = tl.load(read + (source[:, None] + column[None, :]), mask=inside, other=0)
+                sums += pixel.to(tl.float32) * factor[:, None]
             write = half + start + channel * size * width
-            value = (sums / total[:, None] - 128.0).to(tl.float16)
-            inside = (row < size)[:, None] & (column < width)[None, :]
-            tl.store(write + (row[:, None] * width + column[None, :]), value, mask=inside)
+            tl.store(write + (row[:, None] * width + column[None, :]), sums, mask=inside)
 
 
 @triton.jit
 def _across(
-    half,
-    table,
-    crops,
-    size,
-    channels,
-    ENTRY: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    half, table, weights, crops, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] in [0, 1]."""
     n = tl.program_id(0)
@@ -121,24 +128,21 @@ def _across(
     start = tl.load(entry + 6)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    target = tl.minimum(column, size - 1)
-    center, wide, first, last = _reach(tl.where(flip > 0, size - 1 - target, target), width, size)
-    begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
+    inside = (row < size)[:, None] & (column < size)[None, :]
+    _, _, first, _ = _reach(_mirrored(column, size, flip), width, size)
+    left = first.to(tl.int32)
+    count = _taps(width, size)
+    weight = weights + ((n.to(tl.int64) * 2 + 1) * most) * size + column
     for channel in range(channels):
         read = half + start + channel * size * width
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        for here in range(begin, end, DEPTH):
-            source = here + tl.arange(0, DEPTH)
-            weight = _weights(source, center, wide, first, last)
-            total += tl.sum(weight.to(tl.float32), axis=1)
-            inside = (row < size)[:, None] & (source < width)[None, :]
+        for tap in range(count):
+            factor = tl.load(weight + tap * size, mask=column < size, other=0.0)
+            source = tl.minimum(left + tap, width - 1)
             value = tl.load(read + (row[:, None] * width + source[None, :]), mask=inside, other=0.0)
-            sums = tl.dot(value, tl.trans(weight), sums)
-        value = sums / total[None, :] + 128.0
-        value = tl.minimum(tl.maximum(value, 0.0), 255.0) / 255.0
+            sums += value * factor[None, :]
+        value = tl.minimum(tl.maximum(sums, 0.0), 255.0) / 255.0
         write = crops + (n.to(tl.int64) * channels + channel) * size * size
-        inside = (row < size)[:, None] & (column < size)[None, :]
         tl.store(write + (row[:, None] * size + column[None, :]), value, mask=inside)
 
 
@@ -294,8 +298,9 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
     table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
     table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip)
+    most = num_taps(int(boxes[:, 2:].max()), size)
     numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
-    groups = _groups(numbers)
+    groups = _groups(numbers + 2 * size * most)
     for group in groups:
         table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
     choices = np.empty((number, CHOICES), np.int32)
@@ -307,7 +312,7 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     entries, chosen, drawn, here = send_all([table, choices, factors, blurred], device)
     out = torch.empty(number, channels, size, size, device=device)
     for group in groups:
-        _resize(packed.bytes, entries[group], boxes[group], int(numbers[group].sum()), out[group])
+        _resize(packed.bytes, entries[group], most, boxes[group], int(numbers[group].sum()), out[group])
     pixels = size * size
     if channels == 3 and choices[:, :2].any():
         _colours[(number,)](out, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
@@ -343,13 +348,16 @@ def _groups(numbers: NDArray[np.int64]) -> list[slice]:
     return groups
 
 
-def _resize(data: Tensor, entries: Tensor, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
+def _resize(data: Tensor, entries: Tensor, most: int, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
     """Crop and resize into `out`; `boxes` are the entries' on the host, for the sizes of the launches."""
     number, channels, size = out.shape[:3]
-    half = torch.empty(half_size, device=out.device, dtype=torch.float16)
-    fitting = max(16, triton.next_power_of_2(size))  # a product has at least 16 of everything
-    rows, columns = min(ROWS, fitting), min(COLUMNS, fitting)
-    blocks, widest = triton.cdiv(size, rows), triton.cdiv(int(boxes[:, 3].max()), COLUMNS)
-    shape = {"ENTRY": ENTRY, "ROWS": rows, "DEPTH": DEPTH}
-    _down[(number, blocks, widest)](data, entries, half, size, channels, COLUMNS=COLUMNS, **shape)
-    _across[(number, blocks, triton.cdiv(size, columns))](half, entries, out, size, channels, COLUMNS=columns, **shape)
+    half = torch.empty(half_size, device=out.device)
+    weights = torch.empty(number, 2, most, size, device=out.device)
+    _weights[(number, 2)](entries, weights, size, most, ENTRY=ENTRY, OUTPUTS=triton.next_power_of_2(size))
+    rows, columns = triton.cdiv(size, ROWS), min(COLUMNS, triton.next_power_of_2(size))
+    widest = triton.cdiv(int(boxes[:, 3].max()), COLUMNS)
+    shape = {"ENTRY": ENTRY, "ROWS": ROWS, "num_warps": WARPS}
+    _down[(number, rows, widest)](data, entries, weights, half, size, channels, most, COLUMNS=COLUMNS, **shape)
+    _across[(number, rows, triton.cdiv(size, columns))](
+        half, entries, weights, out, size, channels, most, COLUMNS=columns, **shape
+    )
