@@ -40,11 +40,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-def values(**changes: object) -> Values:
-    return Values(**({"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "teacher_temperature": 0.05,
-                      "freeze_last_layer": False} | changes))  # type: ignore[arg-type]  # fmt: skip
-
-
 def give_gradients(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -58,7 +53,7 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
     loss = give_gradients(model, scale=2.0)
     before = {n: p.detach().double().clone() for n, p in model.named_parameters()}
     grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    assert update(optimizer, model[2], values(), 3.0, loss)
+    assert update(optimizer, 0.1, 0.2, 3.0, loss)
     clipped = 0
     for name, parameter in model.named_parameters():
         g, p = grads[name], before[name]
@@ -77,13 +72,34 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
 
 
 def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
-    model = network()
-    optimizer = make_optimizer(model, tiny())
-    frozen = {n: p.detach().clone() for n, p in model[2].named_parameters()}
-    moving = model[0].weight.detach().clone()
-    update(optimizer, model[2], values(freeze_last_layer=True), 3.0, give_gradients(model))
-    assert all(torch.equal(p, frozen[n]) for n, p in model[2].named_parameters())
-    assert not torch.equal(model[0].weight, moving)
+    from adclr import fit
+    from adclr.step import Step
+    from adclr.training import build
+
+    settings = tiny()
+    method = build(settings)
+    step = Step(settings, method, make_optimizer(method.student, settings), torch.device("cpu"), None)
+    views = [fit.random_views(settings, 4, torch.device("cpu"))]
+    last = method.student.head.last_layer
+    for frozen in (True, False):
+        before = {n: p.detach().clone() for n, p in last.named_parameters()}
+        moving = method.student.backbone.pos_embed.detach().clone()
+        _, ok = step(views, Values(0.1, 0.2, 0.9, 0.05, freeze_last_layer=frozen))
+        assert ok
+        assert all(torch.equal(p, before[n]) == frozen for n, p in last.named_parameters())
+        assert not torch.equal(method.student.backbone.pos_embed, moving)
+
+
+def test_numbers_on_the_device_give_the_same_step() -> None:
+    found = []
+    for numbers in ((0.1, 0.2), (torch.tensor(0.1), torch.tensor(0.2))):
+        model = network()
+        optimizer = make_optimizer(model, tiny())
+        for _ in range(3):
+            update(optimizer, *numbers, 3.0, give_gradients(model))
+        found.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -91,7 +107,7 @@ def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
 def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: float) -> None:
     model = network()
     optimizer = make_optimizer(model, tiny())
-    assert update(optimizer, model[2], values(), 3.0, give_gradients(model))
+    assert update(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
     state = {n: p.detach().clone() for n, p in model.named_parameters()}
     moments = [t.clone() for p in model.parameters() for t in optimizer.state[p].values()]
     loss = give_gradients(model)
@@ -100,11 +116,11 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
     else:
         assert model[1].bias.grad is not None
         model[1].bias.grad[2] = bad
-    assert not update(optimizer, model[2], values(), 3.0, loss)
+    assert not update(optimizer, 0.1, 0.2, 3.0, loss)
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
     after = [t for p in model.parameters() for t in optimizer.state[p].values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
-    assert update(optimizer, model[2], values(), 3.0, give_gradients(model))
+    assert update(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
     assert all(p.isfinite().all() for p in model.parameters())
 
 

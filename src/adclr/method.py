@@ -248,7 +248,7 @@ class ADCLR(nn.Module):
             center.forget()
 
     @torch.no_grad()
-    def update(self, momentum: float, ok: Tensor) -> None:
+    def update(self, momentum: float | Tensor, ok: Tensor) -> None:
         """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit."""
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
         teacher: list[Tensor] = list(self.teacher.parameters())

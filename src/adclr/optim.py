@@ -22,6 +22,11 @@ class Values:
     teacher_temperature: float
     freeze_last_layer: bool
 
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """Those that a device can be told."""
+        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature
+
 
 def cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -62,27 +67,32 @@ class Schedules:
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
 
-    The fused kernel is used on every device because it alone takes the flag that voids a step on the device.
+    The fused kernel is used on every device because it alone takes the flag that voids a step on the device. Decay is
+    left to `update`, which can take it from the device.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "decayed": True},
-        {"params": [p for p in trained if p.ndim <= 1], "decayed": False, "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim <= 1], "decayed": False},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.optim.betas, fused=True)
+    on_gpu = any(p.is_cuda for p in trained)
+    betas = settings.optim.betas
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
+@torch.no_grad()
 def update(
-    optimizer: torch.optim.AdamW, last_layer: nn.Module, values: Values, clip_norm: float | None, loss: Tensor
+    optimizer: torch.optim.AdamW,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    clip_norm: float | None,
+    loss: Tensor,
 ) -> Tensor:
-    """Clips and steps; returns whether the step was good, as a 0-dim bool on the device.
+    """Clips, decays and steps; returns whether the step was good, as a 0-dim bool on the device.
 
     Each parameter tensor is clipped on its own. A loss or gradient that is not finite voids the step in every process:
     parameters, moments and step counts stay as they are, to the bit. The host is never asked.
     """
-    if values.freeze_last_layer:
-        for parameter in last_layer.parameters():
-            parameter.grad = None  # without a gradient it is not decayed either
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
     ok = distributed.min_((norms.isfinite().all() & loss.isfinite()).float())
@@ -90,9 +100,10 @@ def update(
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, list(factors.unbind()))
     for group in optimizer.param_groups:
-        group["lr"] = values.lr
-        if group["decayed"]:
-            group["weight_decay"] = values.weight_decay
+        group["lr"] = lr
+        decayed: list[Tensor] = [p for p in group["params"] if p.grad is not None and group["decayed"]]
+        if decayed:
+            torch._foreach_mul_(decayed, torch.where(ok > 0, 1 - lr * weight_decay, 1.0).to(torch.float32))
     optimizer.found_inf = 1 - ok  # type: ignore[attr-defined]  # the fused kernel then writes nothing
     optimizer.step()
     return ok.bool()

@@ -42,43 +42,46 @@ class Step:
         alone = distributed.world_size() == 1
         self.model = method if alone else DistributedDataParallel(method)
         self.record = record and alone and device.type == "cuda" and accumulate == 1 and not settings.masked
-        self.recorded: Recorded | None = None
+        self.recorded: dict[bool, Recorded] = {}  # by whether the last layer stands still
 
     def __call__(self, views: Iterable[Views], values: optim.Values) -> tuple[Tensor, Tensor]:
         """The losses in the order of `method.Losses`, mean over the micro-batches, and whether the step was good."""
-        losses = self.learn(views, values.teacher_temperature)
-        last_layer = self.method.student.head.last_layer
-        ok = optim.update(self.optimizer, last_layer, values, self.clip_norm, losses[0])
-        self.optimizer.zero_grad(set_to_none=True)
-        self.method.update(values.momentum, ok)
+        if not self.record:
+            return self._take(views, values, values.freeze_last_layer)
+        (made,) = views
+        frozen = values.freeze_last_layer
+        if frozen not in self.recorded:
+            self.recorded.clear()  # first, since each holds the memory of a step
+            # a temperature that is not a number makes a loss that is not, and such a step changes nothing
+            void = optim.Values(0.0, 0.0, 1.0, float("nan"), frozen)
+            self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
+        losses, ok = self.recorded[frozen](made, values.numbers)
         return losses, ok
 
-    def learn(self, views: Iterable[Views], teacher_temperature: float) -> Tensor:
+    def _take(
+        self, views: Iterable[Views], values: optim.Values | Tensor, freeze_last_layer: bool
+    ) -> tuple[Tensor, Tensor]:
+        lr, weight_decay, momentum, temperature = values if isinstance(values, Tensor) else values.numbers
+        losses = self._learn(views, temperature)
+        if freeze_last_layer:
+            for parameter in self.method.student.head.last_layer.parameters():
+                parameter.grad = None  # without a gradient it is not decayed either
+        ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.method.update(momentum, ok)
+        return losses, ok
+
+    def _learn(self, views: Iterable[Views], teacher_temperature: float | Tensor) -> Tensor:
         """Forward and backward over the micro-batches; views are taken one by one, so that few lie in memory."""
-        if self.record:
-            (made,) = views
-            return self._record(made)(made, teacher_temperature)
-        sums = torch.zeros(5, device=self.device)
+        model, sums = self.model, torch.zeros(5, device=self.device)
         for micro, made in enumerate(views):
             last = micro == self.accumulate - 1
-            model = self.model
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-                sums += self._once(made, teacher_temperature)
+                with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+                    losses = model(made, teacher_temperature)
+                (losses.total / self.accumulate).backward()
+            sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums
-
-    def _record(self, views: Views) -> Recorded:
-        if self.recorded is None:
-            seed = torch.initial_seed()  # which recording would move on from
-            parameters = self.method.student.parameters()
-            self.recorded = Recorded(self._once, self.method.forget, parameters, views)
-            torch.manual_seed(seed)
-        return self.recorded
-
-    def _once(self, views: Views, teacher_temperature: float | Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            losses = self.model(views, teacher_temperature)
-        (losses.total / self.accumulate).backward()
-        return torch.stack([loss.detach() for loss in losses]) / self.accumulate
 
 
 def seconds(work: Callable[[], object], device: torch.device, count: int, repeats: int = 1) -> list[float]:
