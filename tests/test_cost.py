@@ -101,14 +101,9 @@ def test_disk_is_what_a_run_takes(images: Path, tmp_path: Path, changes: dict[st
 
 def test_the_model_of_memory_gives_what_was_measured() -> None:
     """GiB of whole steps on an H200, from docs/log.md; the context of CUDA is not in those."""
-    for recipe, changes, batch, gib in (
-        ("adclr_vits16", {}, 128, 20.6),
-        ("adclr_vits16", {}, 256, 40.4),
-        ("dino_vits16", {}, 128, 17.4),
-        ("adclr_vits16", {"num_prototypes": 4096, "num_local": 6}, 128, 13.9),
-    ):
-        fixed, each = cost.gpu_memory(config.build(Settings, config.recipe(recipe), changes))
-        assert (fixed - cost.CONTEXT_BYTES + batch * each) / 2**30 == pytest.approx(gib, rel=0.06), recipe
+    for recipe, batch, gib in (("adclr_vits16", 256, 19.3), ("adclr_vits16", 64, 5.9), ("adclr_vitb16", 128, 19.3)):
+        fixed, each = cost.gpu_memory(config.build(Settings, config.recipe(recipe)))
+        assert (fixed - cost.CONTEXT_BYTES + batch * each) / 2**30 == pytest.approx(gib, rel=0.07), recipe
 
 
 def test_the_plain_step_is_as_much_work_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,17 +102,6 @@ class Attention(nn.Module):
         return F.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
 
 
-class Norm(nn.LayerNorm):
-    """LayerNorm. The compiler sees its formula, and so can keep the two numbers of each token and not the rest."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward(input)
-        x = input.float()
-        var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
-        return (x - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
-
-
 class Mlp(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -165,10 +154,10 @@ def left(groups: Sequence[Group], wanted: Sequence[bool]) -> tuple[Group, ...]:
 class Block(nn.Module):
     def __init__(self, dim: int, attention: Attention, layer_scale: float | None) -> None:
         super().__init__()
-        self.norm1 = Norm(dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = attention
         self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-        self.norm2 = Norm(dim, eps=1e-6)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = Mlp(dim, 4 * dim)
         self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
 
@@ -214,15 +203,14 @@ def again_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Te
 
 
 def lean_block(block: nn.Module, x: Tensor, groups: tuple[Group, ...], kept: Tensor | None, wanted: Wanted) -> Tensor:
-    """For the compiler: keeps the input, what matrix products and attention gave, and mean and variance of the norms;
-    norms, GELU and sums, which cost nothing but the reading, are made again in backward. 20 bytes for each token and
-    width under bfloat16 instead of 32."""
+    """For the compiler: keeps the input and what matrix products and attention gave; norms, GELU and sums, which cost
+    nothing but the reading, are made again in backward. 20 bytes for each token and width under bfloat16 instead of
+    32."""
     given = block, x, groups, kept, wanted
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(run_block, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    aten = torch.ops.aten
-    kept = (aten.mm.default, aten.addmm.default, torch.ops.adclr.attend.default, aten.var_mean.correction)
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.adclr.attend.default)
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

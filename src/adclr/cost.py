@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from adclr.settings import Settings
 
-# Bytes kept for backward, for each unit of width, token and block, under bfloat16 autocast: the two residual sums stay
-# float32 (4 + 4), the inputs of the four linear layers are bfloat16 (2 + 2 + 2 + 8), so are q, k, v (6) and the input
-# of GELU (8); 1 more is what backward holds for a while. With LOGIT_BYTES this gives 161 and 142 MB an image where
-# ADCLR and DINO, ViT-S/16 with 2×224 + 10×96 pixels and 65536 prototypes, took 166 and 139 on an H200.
-ACTIVATION_BYTES = 37
-# For each logit of the student: bfloat16 (2), float32 log-probability (4) and target (4), and a share of the teacher's.
-LOGIT_BYTES = 12
+# Bytes kept for backward, for each unit of width, token and block, of compiled blocks under bfloat16 autocast: the
+# input of the block (2), q, k, v (6), what attention (2) and its projection (2) gave, and the input of GELU (8). ADCLR
+# with ViT-S/16 took 75 MB for each image more on an H200, of which 2.3 are the views.
+ACTIVATION_BYTES = 20
+# Logits are made in chunks, whatever the batch: `fused.CHUNK_BYTES`, and the gradient of the prototypes beside them.
+LOGIT_BYTES = 2**29
 # The context of CUDA and its libraries, which no allocator of torch's sees.
 CONTEXT_BYTES = 2**30 // 2
 
@@ -134,15 +133,12 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     dim, depth, _ = settings.model.shape
     count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
     # float32 weights of both branches, gradients and the two moments; bfloat16 copies of the student's weights
-    fixed = 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES
+    fixed = 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
     prefix = 1 + settings.model.num_registers
     tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
-    rows = 2 * (1 + views.num_queries) + views.num_local * (1 + local_queries)
-    if settings.masked:  # what a batch may need, not what it needs on average
-        rows += int(_patches(settings, views.global_size) * views.mask_ratio[1])
     pixels = settings.model.num_channels * (2 * views.global_size**2 + views.num_local * views.local_size**2)
-    kept = ACTIVATION_BYTES * dim * depth * tokens + LOGIT_BYTES * method.num_prototypes * rows + 4 * pixels
+    kept = ACTIVATION_BYTES * dim * depth * tokens + 4 * pixels
     return float(fixed), float(kept)
 
 

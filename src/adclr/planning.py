@@ -26,10 +26,9 @@ from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
 
-# Share of a GPU's peak that the step reaches. A PLACEHOLDER until benchmarks/step.py has been run on an H200 with this
-# version: its images/s of ADCLR, ViT-S/16, times 131 GFLOP an image, over 989 TFLOP/s. (The first version, with files
-# decoded beside the step, reached 0.09.)
-EFFICIENCY = 0.35
+# Share of a GPU's peak that the step reaches, on an H200: 0.28 with ViT-S/16 (2241 images/s of 124 GFLOP each, of
+# 989 TFLOP/s), 0.39 with ViT-B/16.
+EFFICIENCY = 0.28
 GIB, GB = 2**30, 1e9
 COLUMNS = 110  # of the printed text
 LONG_DAYS = 30.0  # beyond, the user is warned
