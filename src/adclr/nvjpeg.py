@@ -7,6 +7,7 @@ colours are stored at half the resolution, by 1/255 in the mean (it interpolates
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ END = b"\xff\xd9"
 TRAILING = 64
 # With the decoder beside the cores: A100, H100 / H200, B200. Elsewhere nvJPEG would take the cores from the training.
 CAPABLE = ((8, 0), (9, 0), (10, 0))
+# Bytes are given to the decoder as a tensor without a copy, and it only reads them.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class GpuDecoder:
 
         if not encoded:
             return []
-        blobs = [torch.frombuffer(bytearray(item.data), dtype=torch.uint8) for item in encoded]
+        blobs = [torch.frombuffer(item.data, dtype=torch.uint8) for item in encoded]
         try:
             images: list[Tensor] = decode_jpeg(blobs, mode=ImageReadMode.RGB, device=self.device)
         except torch.OutOfMemoryError:
