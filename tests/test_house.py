@@ -9,7 +9,8 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"attention", "attention_kernels", "blocks", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
+METHOD = {"attention", "attention_kernels", "norm", "norm_kernels", "blocks", "vit", "heads", "losses", "method"}
+METHOD |= {"fused", "fused_kernels"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
