@@ -189,10 +189,12 @@ def test_attention_rows_sum_to_one_and_give_the_blocks_output(query_keys: QueryK
     assert weights.shape == (3, 3, tokens, tokens)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 3, tokens))
     x, num_image = vit._start(images, queries, None)
-    x = vit.blocks[0](x.flatten(0, 1), [Group(3, tokens, num_image)]).unflatten(0, (3, tokens))
+    x = x.flatten(0, 1)
+    _, y = vit.blocks[0](x, vit.first_norm(x), [Group(3, tokens, num_image)], vit.blocks[1].norm1)
+    y = y.unflatten(0, (3, tokens))
     attn = vit.blocks[1].attn
     assert isinstance(attn, Attention)
-    q, k, v = attn.split(vit.blocks[1].norm1(x))  # type: ignore[operator]
+    q, k, v = attn.split(y)
     torch.testing.assert_close(weights @ v, attn.attend(q, k, v, num_image), rtol=1e-4, atol=1e-5)
 
 
@@ -323,12 +325,13 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     assert for_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
     block = vit.blocks[0]
     x = torch.randn(8, 48)
-    dropped = block(x, groups, torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]))
+    dropped, normed = block(x, vit.first_norm(x), groups, vit.norm, torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]))
     assert torch.equal(dropped[:3], x[:3])
     assert not torch.isclose(dropped[3:], x[3:]).any(dim=1).all()
     half = x + 2 * block.ls1(block.attn.proj(block.attn(block.norm1(x), groups)))  # type: ignore[operator, union-attr]
     half = half + 2 * block.ls2(block.mlp(block.norm2(half)))  # type: ignore[operator]
     torch.testing.assert_close(dropped[3:], half[3:])
+    torch.testing.assert_close(normed, vit.norm(dropped))
 
 
 def test_what_cannot_be_is_said() -> None:

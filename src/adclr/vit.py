@@ -7,7 +7,7 @@ queries stand behind them. State keys are timm's, so weights go both ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from adclr.attention import Group
 from adclr.blocks import Attention, Block, QueryKeys, RunBlock, again_block, by_group, lean_block, left, run_block
+from adclr.norm import norm
 
 PositionResampling = Literal["antialias", "plain"]
 
@@ -211,13 +212,24 @@ class VisionTransformer(nn.Module):
         wanted = tuple(item.patches for item in inputs)
         x = to_stream(torch.cat([x.flatten(0, 1) for x, _ in started]))
         kept = self._kept(sum(group.sequences for group in groups), x.device)
-        for i, block in enumerate(self.blocks):
-            x = run(block, x, groups, None if kept is None else kept[i], wanted if i == self.depth - 1 else None)
+        y = self.first_norm(x)
+        for i, (block, following) in enumerate(self._with_norms()):
+            last = i == self.depth - 1
+            x, y = run((block, x, y, groups, following, None if kept is None else kept[i], wanted if last else None))
         groups = left(groups, wanted)
         return [
             self._name(part, group.image, all_of_it)
-            for part, group, all_of_it in zip(by_group(self.norm(x), groups), groups, wanted, strict=True)
+            for part, group, all_of_it in zip(by_group(y, groups), groups, wanted, strict=True)
         ]
+
+    def _with_norms(self) -> Iterator[tuple[Block, nn.LayerNorm]]:
+        """Each block with the norm that comes behind it: of the next one, or the last."""
+        blocks = cast("list[Block]", list(self.blocks))
+        yield from zip(blocks, [*(block.norm1 for block in blocks[1:]), self.norm], strict=True)
+
+    def first_norm(self, x: Tensor) -> Tensor:
+        first = cast(Block, self.blocks[0]).norm1
+        return norm(x, first.weight, first.bias, first.eps)
 
     def compile_blocks(self, **options: Any) -> None:
         """From now on `forward_many` runs blocks compiled: one graph for all but the last, for each shape."""
@@ -239,9 +251,10 @@ class VisionTransformer(nn.Module):
         x, num_image = self._start(images, None, None)
         group = Group(x.shape[0], x.shape[1], num_image)
         x = x.flatten(0, 1)
+        y = self.first_norm(x)
         found = {}
-        for i, block in enumerate(self.blocks):
-            x = block(x, (group,))
+        for i, (block, following) in enumerate(self._with_norms()):
+            x, y = block(x, y, (group,), following)
             if i in chosen:
                 found[i] = self._name((self.norm(x) if norm else x).unflatten(0, group[:2]), num_image)
         return [found[i] for i in chosen]
@@ -251,11 +264,11 @@ class VisionTransformer(nn.Module):
         x, num_image = self._start(images, queries, None)
         group = Group(x.shape[0], x.shape[1], num_image)
         x = x.flatten(0, 1)
-        for i, layer in enumerate(self.blocks):
-            assert isinstance(layer, Block)
+        y = self.first_norm(x)
+        for i, (layer, following) in enumerate(self._with_norms()):
             if i == block % self.depth:
-                return layer.attn.weights(layer.norm1(x).unflatten(0, group[:2]), num_image)
-            x = layer(x, (group,))
+                return layer.attn.weights(y.view(*group[:2], self.dim), num_image)
+            x, y = layer(x, y, (group,), following)
         raise AssertionError("a ViT has at least one block")
 
     # -- read once, ask often --
