@@ -9,7 +9,8 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"attention", "attention_kernels", "blocks", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
+METHOD = {"attention", "mlp", "blocks", "vit", "heads", "losses", "fused", "method"}
+METHOD |= {"attention_kernels", "mlp_kernels", "fused_kernels"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
