@@ -9,8 +9,8 @@ import adclr
 
 SOURCE = Path(adclr.__file__).parent
 GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
-METHOD = {"attention", "attention_kernels", "norm", "norm_kernels", "blocks", "vit", "heads", "losses", "method"}
-METHOD |= {"fused", "fused_kernels"}
+METHOD = {"attention", "norm", "mlp", "blocks", "vit", "heads", "losses", "fused", "method"}
+METHOD |= {"attention_kernels", "norm_kernels", "mlp_kernels", "fused_kernels"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adclr.attention import Group, attend
+from adclr.mlp import mlp
 from adclr.norm import add_norm
 
 QueryKeys = Literal["image", "patches", "image_and_self", "all"]
@@ -110,7 +111,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.fc2(F.gelu(self.fc1(x))))
+        return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
 
 
 class LayerScale(nn.Module):
@@ -226,5 +227,5 @@ def lean_block(given: Given) -> tuple[Tensor, Tensor]:
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     ours, aten = torch.ops.adclr, torch.ops.aten
-    kept = (aten.mm.default, aten.addmm.default, ours.attend.default, ours.add_norm.default)
+    kept = (aten.mm.default, aten.addmm.default, ours.attend.default, ours.add_norm.default, ours.mlp.default)
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
