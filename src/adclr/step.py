@@ -5,6 +5,7 @@ Training, `adclr plan` and benchmarks/step.py go through the same one, so that w
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -54,7 +55,17 @@ class Step:
             self.recorded.clear()  # first, since each holds the memory of a step
             # a temperature that is not a number makes a loss that is not, and such a step changes nothing
             void = optim.Values(0.0, 0.0, 1.0, float("nan"), frozen)
-            self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
+            try:
+                self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # what a graph cannot hold, the host can still launch
+                torch.cuda.synchronize(self.device)
+                self.record = False
+                self.method.forget()
+                reason = " ".join(str(error).split())[:200]
+                print(f"the step could not be recorded as a CUDA graph, so it is slower ({reason})", file=sys.stderr)
+                return self._take([made], values, frozen)
         losses, ok = self.recorded[frozen](made, values.numbers)
         return losses, ok
 
