@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5),
     reason="the interpreter of this Triton takes arrays of one number for numbers, which this NumPy no longer allows",
 )
+NEAR = 0.1  # of 255: weights and half-resized pixels are float16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -29,18 +30,21 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a small block as for a large one."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels, "ROWS", 128)
+        monkeypatch.setattr(kernels, "TILE", 128)
+        monkeypatch.setattr(kernels, "COLUMNS", 128)
+        monkeypatch.setattr(kernels, "DEPTH", 128)
         monkeypatch.setattr(kernels, "PIXELS", 2**16)
 
 
 def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, images = tiny(num_local=0, num_queries=2), pictures()[1:2]
     large, _ = both(settings, "queries", images)
-    monkeypatch.setattr(kernels, "ROWS", 8)
+    for name in ("TILE", "COLUMNS", "DEPTH"):
+        monkeypatch.setattr(kernels, name, 16)
     monkeypatch.setattr(kernels, "PIXELS", 8)
     small, slow = both(settings, "queries", images)
-    torch.testing.assert_close(small, large, rtol=0, atol=1e-4)
-    torch.testing.assert_close(small, slow, rtol=0, atol=0.02)
+    torch.testing.assert_close(small, large, rtol=0, atol=0.1)
+    torch.testing.assert_close(small, slow, rtol=0, atol=NEAR)
 
 
 def pictures(channels: int = 3) -> list[np.ndarray]:
@@ -72,7 +76,7 @@ def test_crops_resized_and_flipped() -> None:
     plain = tiny(num_queries=6, jitter=0, grey=0, global_blur=(0, 0), local_blur=0, solarise=(0, 0))
     for kind in ("global_crops", "local_crops", "queries"):
         fast, slow = both(plain, kind, pictures())
-        torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+        torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("kind", ["global_crops", "local_crops"])
@@ -90,7 +94,7 @@ def test_each_step_of_the_jitter_alone(step: int) -> None:
     off = dict.fromkeys(names, 0.0)
     settings = tiny(**(off | {names[step]: 0.4}), jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0))
     fast, slow = both(settings, "global_crops", pictures())
-    torch.testing.assert_close(fast, slow, rtol=0, atol=0.03)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=2 * NEAR)
     still, _ = both(tiny(**off, jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0)), "global_crops", pictures())
     assert (fast - still).abs().mean() > 1  # the step does something
 
@@ -99,14 +103,14 @@ def test_blur_alone() -> None:
     for sigma in ((0.1, 0.1), (2.0, 2.0)):
         settings = tiny(jitter=0, grey=0, global_blur=(1, 1), blur_sigma=sigma, solarise=(0, 0))
         fast, slow = both(settings, "global_crops", pictures()[:2])
-        torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+        torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("channels", [1, 5])
 def test_other_channels(channels: int) -> None:
     numbers = {"model.num_channels": channels, "mean": [0.5] * channels, "std": [0.25] * channels}
     fast, slow = both(tiny(**numbers, global_blur=(1, 1)), "global_crops", pictures(channels))
-    torch.testing.assert_close(fast, slow, rtol=0, atol=0.02)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
 
 def test_a_view_does_not_hang_on_its_neighbours_by_one_bit() -> None:

@@ -1,13 +1,15 @@
 """The views of `augment.render` in a few Triton kernels, for NVIDIA GPUs; the plain operations are their oracle.
 
 Seven launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
-images and then across the rows, colours, blur (two), and solarise with normalise. Down comes first because its reads
-lie side by side, so that the larger half of the work is the cheap one. A program works on one crop, so a view cannot
-depend on its neighbours.
+images and then across the rows, colours, blur (two), and solarise with normalise. A program works on one crop, so a
+view cannot depend on its neighbours. Resizing is a product with a band of weights, for which tensor cores are made; a
+source pixel is then read once or twice, not once for each output it goes into. Bytes are exact in float16; weights and
+half-resized pixels, kept less 128, are rounded to it, which moves a pixel by up to 0.1 of 255.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,6 @@ from torch import Tensor
 
 from adclr import views as planning
 from adclr.augment.photometric import BLUR_RADIUS
-from adclr.augment.resample import num_taps
 from adclr.augment.transfer import send_all
 
 # A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
@@ -28,9 +29,10 @@ from adclr.augment.transfer import send_all
 ENTRY = 7
 # 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
-ROWS, COLUMNS, PIXELS = 8, 128, 1024  # rows, columns and pixels a program works on at once
-WARPS = 2  # of the resizing: two columns for each thread, so that a weight is loaded once for both
-HALF = 2**27  # numbers of half-resized crops and weights held at once (512 MiB)
+# Of the resizing: outputs, columns and source pixels of a program's matrix product; of all else: pixels at once.
+TILE, COLUMNS, DEPTH, PIXELS = 32, 64, 32, 1024
+WARPS, STAGES = 4, 2  # of the resizing
+HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
 
 
 @triton.jit
@@ -55,94 +57,105 @@ def _reach(target, length, size):
 
 
 @triton.jit
-def _taps(length, size):
-    """How many taps an output has at most."""
-    return tl.ceil(4.0 * tl.maximum(length.to(tl.float32) / size, 1.0)).to(tl.int32) + 1
+def _bands(table, bands, sums, size, blocks, most, ENTRY: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):
+    """The weights of `OUTPUTS` outputs for the sources from the first they reach on, float16, computed once for all.
 
-
-@triton.jit
-def _mirrored(place, size, flip):
-    return tl.where(flip > 0, size - 1 - place, place)
-
-
-@triton.jit
-def _weights(table, weights, size, most, ENTRY: tl.constexpr, OUTPUTS: tl.constexpr):
-    """weights[crop, axis, tap, output], axis 0 down and 1 across: computed once, for every pixel to use; sum 1."""
-    n, axis = tl.program_id(0), tl.program_id(1)
+    bands[crop, axis, block, output, source - first], axis 0 down and 1 across, 0 outside an output's reach;
+    sums[crop, axis, block, output] is what they add up to as rounded.
+    """
+    n, axis, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = table + n * ENTRY
     length = tl.load(entry + 3 + axis).to(tl.int32)
     flip = tl.load(entry + 5).to(tl.int32) * axis
-    place = tl.arange(0, OUTPUTS)
-    center, wide, first, last = _reach(_mirrored(place, size, flip), length, size)
-    write = weights + ((n.to(tl.int64) * 2 + axis) * most) * size + place
-    inside = place < size
+    output = tl.arange(0, OUTPUTS)
+    center, wide, first, last = _outputs(block * OUTPUTS + output, length, size, flip)
+    begin, end = tl.min(first, axis=0), tl.max(last, axis=0)
+    place = ((n.to(tl.int64) * 2 + axis) * blocks + block) * OUTPUTS + output
     total = tl.zeros((OUTPUTS,), tl.float32)
-    count = _taps(length, size)
-    for tap in range(count):
-        at = first + tap
-        total += tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
-    for tap in range(count):
-        at = first + tap
-        weight = tl.where(at < last, _cubic((at - center + 0.5) / wide), 0.0)
-        tl.store(write + tap * size, weight / total, mask=inside)
+    count = (end - begin).to(tl.int32)
+    for here in range(0, count, DEPTH):
+        source = here + tl.arange(0, DEPTH)
+        at = begin + source.to(tl.float32)[None, :]
+        weight = _cubic((at - center[:, None] + 0.5) / wide)
+        weight = tl.where((at >= first[:, None]) & (at < last[:, None]), weight, 0.0).to(tl.float16)
+        total += tl.sum(weight.to(tl.float32), axis=1)
+        tl.store(bands + (place[:, None] * most + source[None, :]), weight)
+    tl.store(sums + place, total)
+
+
+@triton.jit
+def _outputs(place, length, size, flip):
+    """`_reach` of outputs, those past the end taken as the last; mirrored if need be."""
+    place = tl.minimum(place, size - 1)
+    return _reach(tl.where(flip > 0, size - 1 - place, place), length, size)
 
 
 @triton.jit
 def _down(
-    data, table, weights, half, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column]."""
-    n = tl.program_id(0)
+    data, table, bands, totals, half, size, channels, blocks, most,
+    ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column], less 128."""
+    n, block = tl.program_id(0), tl.program_id(1)
     entry = table + n * ENTRY
     base, stride, plane = tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2)
     height, width = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
     start = tl.load(entry + 6)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.arange(0, ROWS)
+    row = block * ROWS + output
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) * COLUMNS < width:
-        inside = (row < size)[:, None] & (column < width)[None, :]
-        _, _, first, _ = _reach(row, height, size)
-        top = first.to(tl.int32)
-        count = _taps(height, size)
-        weight = weights + (n.to(tl.int64) * 2 * most) * size + row
+        _, _, first, last = _outputs(row, height, size, 0)
+        begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
+        place = (n.to(tl.int64) * 2 * blocks + block) * ROWS
+        band = bands + place * most
+        total = tl.load(totals + place + output)
         for channel in range(channels):
-            read = data + base + channel * plane
+            read = data + base + channel * plane + begin * stride
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for tap in range(count):
-                factor = tl.load(weight + tap * size, mask=row < size, other=0.0)
-                source = tl.minimum(top + tap, height - 1) * stride
-                pixel = tl.load(read + (source[:, None] + column[None, :]), mask=inside, other=0)
-                sums += pixel.to(tl.float32) * factor[:, None]
+            for here in range(0, end - begin, DEPTH):
+                source = here + tl.arange(0, DEPTH)
+                weight = tl.load(band + (output[:, None] * most + source[None, :]))
+                inside = (source < height - begin)[:, None] & (column < width)[None, :]
+                pixel = tl.load(read + (source[:, None] * stride + column[None, :]), mask=inside, other=0)
+                sums = tl.dot(weight, pixel.to(tl.float16), sums)
             write = half + start + channel * size * width
-            tl.store(write + (row[:, None] * width + column[None, :]), sums, mask=inside)
+            value = (sums / total[:, None] - 128.0).to(tl.float16)
+            inside = (row < size)[:, None] & (column < width)[None, :]
+            tl.store(write + (row[:, None] * width + column[None, :]), value, mask=inside)
 
 
 @triton.jit
 def _across(
-    half, table, weights, crops, size, channels, most, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    half, table, bands, totals, crops, size, channels, blocks, most,
+    ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] in [0, 1]."""
-    n = tl.program_id(0)
+    n, block = tl.program_id(0), tl.program_id(2)
     entry = table + n * ENTRY
     width, flip = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
     start = tl.load(entry + 6)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < size)[:, None] & (column < size)[None, :]
-    _, _, first, _ = _reach(_mirrored(column, size, flip), width, size)
-    left = first.to(tl.int32)
-    count = _taps(width, size)
-    weight = weights + ((n.to(tl.int64) * 2 + 1) * most) * size + column
+    output = tl.arange(0, COLUMNS)
+    column = block * COLUMNS + output
+    _, _, first, last = _outputs(column, width, size, flip)
+    begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
+    place = ((n.to(tl.int64) * 2 + 1) * blocks + block) * COLUMNS
+    band = bands + place * most
+    total = tl.load(totals + place + output)
     for channel in range(channels):
-        read = half + start + channel * size * width
+        read = half + start + channel * size * width + begin
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for tap in range(count):
-            factor = tl.load(weight + tap * size, mask=column < size, other=0.0)
-            source = tl.minimum(left + tap, width - 1)
+        for here in range(0, end - begin, DEPTH):
+            source = here + tl.arange(0, DEPTH)
+            weight = tl.load(band + (output[None, :] * most + source[:, None]))
+            inside = (row < size)[:, None] & (source < width - begin)[None, :]
             value = tl.load(read + (row[:, None] * width + source[None, :]), mask=inside, other=0.0)
-            sums += value * factor[None, :]
-        value = tl.minimum(tl.maximum(sums, 0.0), 255.0) / 255.0
+            sums = tl.dot(value, weight, sums)
+        value = sums / total[None, :] + 128.0
+        value = tl.minimum(tl.maximum(value, 0.0), 255.0) / 255.0
         write = crops + (n.to(tl.int64) * channels + channel) * size * size
+        inside = (row < size)[:, None] & (column < size)[None, :]
         tl.store(write + (row[:, None] * size + column[None, :]), value, mask=inside)
 
 
@@ -298,9 +311,8 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
     table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
     table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip)
-    most = num_taps(int(boxes[:, 2:].max()), size)
     numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
-    groups = _groups(numbers + 2 * size * most)
+    groups = _groups(numbers + 2 * triton.cdiv(size, _tile(size)) * _tile(size) * _most(boxes, size))
     for group in groups:
         table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
     choices = np.empty((number, CHOICES), np.int32)
@@ -312,7 +324,7 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     entries, chosen, drawn, here = send_all([table, choices, factors, blurred], device)
     out = torch.empty(number, channels, size, size, device=device)
     for group in groups:
-        _resize(packed.bytes, entries[group], most, boxes[group], int(numbers[group].sum()), out[group])
+        _resize(packed.bytes, entries[group], boxes[group], int(numbers[group].sum()), out[group])
     pixels = size * size
     if channels == 3 and choices[:, :2].any():
         _colours[(number,)](out, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
@@ -348,16 +360,29 @@ def _groups(numbers: NDArray[np.int64]) -> list[slice]:
     return groups
 
 
-def _resize(data: Tensor, entries: Tensor, most: int, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
+def _resize(data: Tensor, entries: Tensor, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
     """Crop and resize into `out`; `boxes` are the entries' on the host, for the sizes of the launches."""
     number, channels, size = out.shape[:3]
-    half = torch.empty(half_size, device=out.device)
-    weights = torch.empty(number, 2, most, size, device=out.device)
-    _weights[(number, 2)](entries, weights, size, most, ENTRY=ENTRY, OUTPUTS=triton.next_power_of_2(size))
-    rows, columns = triton.cdiv(size, ROWS), min(COLUMNS, triton.next_power_of_2(size))
+    half = torch.empty(half_size, device=out.device, dtype=torch.float16)
+    tile = _tile(size)
+    blocks, most = triton.cdiv(size, tile), _most(boxes, size)
+    bands = torch.empty(number, 2, blocks, tile, most, device=out.device, dtype=torch.float16)
+    totals = torch.empty(number, 2, blocks, tile, device=out.device)
+    _bands[(number, 2, blocks)](entries, bands, totals, size, blocks, most, ENTRY=ENTRY, OUTPUTS=tile, DEPTH=DEPTH)
+    shape = {"ENTRY": ENTRY, "ROWS": tile, "DEPTH": DEPTH, "num_warps": WARPS, "num_stages": STAGES}
+    sizes = (size, channels, blocks, most)
     widest = triton.cdiv(int(boxes[:, 3].max()), COLUMNS)
-    shape = {"ENTRY": ENTRY, "ROWS": ROWS, "num_warps": WARPS}
-    _down[(number, rows, widest)](data, entries, weights, half, size, channels, most, COLUMNS=COLUMNS, **shape)
-    _across[(number, rows, triton.cdiv(size, columns))](
-        half, entries, weights, out, size, channels, most, COLUMNS=columns, **shape
-    )
+    _down[(number, blocks, widest)](data, entries, bands, totals, half, *sizes, COLUMNS=COLUMNS, **shape)
+    _across[(number, blocks, blocks)](half, entries, bands, totals, out, *sizes, COLUMNS=tile, **shape)
+
+
+def _tile(size: int) -> int:
+    """Outputs of one product; it has at least 16 of everything."""
+    return int(min(TILE, max(16, triton.next_power_of_2(size))))
+
+
+def _most(boxes: NDArray[np.int64], size: int) -> int:
+    """Sources that the outputs of one tile reach together at most, in whole steps of a product."""
+    scale = max(1.0, int(boxes[:, 2:].max()) / size)
+    reach = math.ceil((_tile(size) - 1) * scale + 4 * scale) + 2
+    return -(-reach // DEPTH) * DEPTH
