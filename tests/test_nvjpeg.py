@@ -82,8 +82,9 @@ def test_a_batch_is_what_the_cpu_makes_of_it_upright_and_in_order() -> None:
     blobs += [jpeg(9, progressive=True), jpeg(10, size=(33, 47))]
     items = [decoder.take(blob) or cpu(blob) for blob in blobs]
     assert sum(isinstance(item, Encoded) for item in items) == 9
-    packed = decoder.pack(items)
+    packed, failed = decoder.pack(items)
     assert packed is not None
+    assert failed == []
     assert packed.bytes.device.type == DEVICE.type
     for blob, offset, size in zip(blobs, packed.offsets, packed.sizes, strict=True):
         expected = cpu(blob)
@@ -118,6 +119,39 @@ def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> Non
     assert sorted(told) == sorted(also) == ["03.jpg", "05.jpg", "07.jpg"]
 
 
+def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It goes to the CPU alone, and is not held against it there."""
+    from adclr import nvjpeg
+
+    for number in range(6):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    odd, real, asked = jpeg(4), nvjpeg._nvjpeg, []
+
+    def picky(data: list[bytes], device: torch.device) -> list[torch.Tensor]:
+        if odd in data:
+            raise RuntimeError("nvJPEG: not this one")
+        return real(data, device)
+
+    decoder = Decoder()
+
+    def counted(data: bytes) -> Any:
+        asked.append(data)
+        return decoder(data)
+
+    monkeypatch.setattr(nvjpeg, "_nvjpeg", picky)
+    listed: list[str] = []
+    source, settings = ImageFolder(tmp_path), tiny()
+    feed = Feed(
+        source, 2, counted, on_unreadable=lambda p, r: listed.append(p), gpu_decoder=GpuDecoder(decoder, DEVICE)
+    )  # type: ignore[arg-type]
+    (batch,) = feed.batches([(0, np.arange(6))], lambda e, k, s: plan(settings, e, k, s))
+    assert asked == [odd]
+    assert listed == []
+    expected = decoder(odd)
+    found = batch.packed.bytes[batch.packed.offsets[4] :][: expected.size].cpu().numpy()
+    assert np.array_equal(found, expected.reshape(-1))
+
+
 @pytest.mark.parametrize("options", [{"subsampling": 0}, {"subsampling": 2}])
 def test_photographs_are_pillows(options: dict[str, Any]) -> None:
     from sklearn.datasets import load_sample_images
@@ -128,7 +162,7 @@ def test_photographs_are_pillows(options: dict[str, Any]) -> None:
         Image.fromarray(photo).save(buffer, "JPEG", quality=92, **options)
         item = decoder.take(buffer.getvalue())
         assert item is not None
-        packed = decoder.pack([item])
+        packed, _ = decoder.pack([item])
         assert packed is not None
         pillow = np.asarray(Image.open(buffer)).transpose(2, 0, 1)
         found = packed.bytes.cpu().numpy().reshape(pillow.shape)

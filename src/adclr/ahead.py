@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from adclr.augment import Views
+from adclr.devices import stream
 from adclr.feed import Batch
 
 Made = tuple[Views, torch.cuda.Event] | None
@@ -29,10 +30,11 @@ class Ahead:
         self.seconds_waited = 0.0  # for images, by whoever takes the views
         self._thread: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = stream("views", device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
             self._used: torch.cuda.Event | None = None  # the work on the views before last
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="views")
+            # a thread begins on the first GPU, whichever the others are on
+            self._thread = ThreadPoolExecutor(1, "views", torch.cuda.set_device, (device,))
             self._next: Future[Made] = self._thread.submit(self._make)
 
     def __iter__(self) -> Self:

@@ -48,10 +48,8 @@ def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
 
 
 def _has_room(index: int) -> bool:
+    """The compiler takes the properties of a device for constants."""
     return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor >= ROOM
-
-
-torch.compiler.assume_constant_result(_has_room)  # type: ignore[no-untyped-call]
 
 
 def plain(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:

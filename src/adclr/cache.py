@@ -1,4 +1,7 @@
-"""A collection that fits is decoded once and kept as bytes, in host memory or on the GPU; the pixels are the same."""
+"""A collection that fits is decoded once, by the CPU, and kept as bytes, in host memory or on the GPU.
+
+Pixels of the GPU's decoder, for files that are not kept, differ by 1/255 in the mean where colours are subsampled.
+"""
 
 from __future__ import annotations
 

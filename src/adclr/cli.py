@@ -250,8 +250,8 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import demo
-
     if words:
         options.parsers["demo"].error(f"the demo takes no settings, but was given {words[0]}")
+    from adclr import demo
+
     demo.run(Path(options.out), options.seed)

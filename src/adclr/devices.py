@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from adclr import distributed
@@ -21,6 +23,12 @@ def choose(name: str) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+@cache
+def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
+    """One for each purpose in a process: torch has 32 of a device, and then gives the first out a second time."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import TypeVar, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from adclr.augment import Packed, pack
@@ -66,6 +67,7 @@ class Feed:
         self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
         self._lock = Lock()
+        self._gpu = torch.cuda.current_device() if pin else None
 
     def read(self, index: int) -> Pixels | None:
         """The pixels of an image; one that cannot be read is listed, and None."""
@@ -122,7 +124,7 @@ class Feed:
             return
         waiting: deque[Future[Batch]] = deque()
         decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
-        assembler = ThreadPoolExecutor(1, thread_name_prefix="assemble")
+        assembler = ThreadPoolExecutor(1, "assemble", self._be_there)
 
         def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch:
             return self._assemble(epoch, indices, [item for part in parts for item in part.result()], planner)
@@ -145,6 +147,11 @@ class Feed:
             assembler.shutdown(wait=True, cancel_futures=True)
             sys.setswitchinterval(switch)
 
+    def _be_there(self) -> None:
+        """A thread begins on the first GPU, whichever the others are on."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+
     def _items(self, indices: NDArray[np.int64]) -> list[Pixels | Encoded]:
         return [self._item(int(index)) for index in indices]
 
@@ -159,10 +166,14 @@ class Feed:
         return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes))
 
     def _pack(self, indices: NDArray[np.int64], items: list[Pixels | Encoded]) -> Packed:
-        pixels = [item for item in items if not isinstance(item, Encoded)]
-        if self.gpu_decoder is not None and len(pixels) < len(items):
-            packed = self.gpu_decoder.pack(items)
-            if packed is not None:
-                return packed
-            pixels = [self.image(int(index)) for index in indices]  # the CPU finds out which of them is broken
-        return pack(pixels, self.pin)
+        """Files that the GPU cannot decode are the CPU's, which finds out what is wrong with them."""
+        if self.gpu_decoder is None:
+            return pack(cast("list[Pixels]", items), self.pin)
+        packed, failed = self.gpu_decoder.pack(items)
+        if packed is None:
+            for place in failed:
+                items[place] = self.image(int(indices[place]))
+            packed, _ = self.gpu_decoder.pack(items)
+        if packed is None:  # whatever that was, it was not these files
+            packed = pack([self.image(int(index)) for index in indices], self.pin)
+        return packed

@@ -76,6 +76,8 @@ def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torc
     """
     for backbone in (method.student.backbone, method.teacher.backbone):
         backbone.plain_blocks()
+    if settings.train.checkpoint_activations:
+        method.student.backbone.checkpoint_blocks()
     peaks = {}
     fits = True
     for count in (2, 2, 6):  # the first also pays for what is set up once
@@ -114,7 +116,8 @@ def estimate(settings: Settings) -> float:
     rows = 2 + views.num_local + (2 + views.num_local * settings.method.queries_in_local_views) * queries
     if settings.masked:
         rows += int((views.global_size // patch) ** 2 * views.mask_ratio[1])
-    return 4.0 * (24 * dim * depth * tokens + 4 * settings.method.num_prototypes * rows)
+    blocks = depth / 24 + 1 if settings.train.checkpoint_activations else depth  # inputs of all, and all of one
+    return 4.0 * (24 * dim * blocks * tokens + 4 * settings.method.num_prototypes * rows)
 
 
 def random_views(settings: Settings, count: int, device: torch.device, hidden: int | None = None) -> Views:

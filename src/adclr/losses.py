@@ -46,7 +46,7 @@ def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: f
 def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:
     """Targets with equal use of all prototypes over the batch of all processes (Sinkhorn-Knopp); rows sum to 1."""
     scaled = logits.float() / temperature
-    rows = distributed.sum_(torch.tensor(float(logits.shape[0]), device=logits.device)).clamp(min=1)
+    rows = distributed.sum_(torch.full((), float(logits.shape[0]), device=logits.device)).clamp(min=1)
     top = scaled.max() if scaled.numel() else scaled.new_full((), -torch.inf)
     top = -distributed.min_(-top)  # one shift for all, so that no exponential overflows
     q = torch.exp(scaled - top)

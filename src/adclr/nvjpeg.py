@@ -7,16 +7,21 @@ colours are stored at half the resolution, by 1/255 in the mean (it interpolates
 
 from __future__ import annotations
 
+import io
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from adclr.augment import Packed, pack
 from adclr.decode import Decoder, Pixels
+from adclr.devices import stream
 from adclr.jpeg import Header, read_header
 
 END = b"\xff\xd9"
@@ -41,13 +46,11 @@ class GpuDecoder:
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = stream("decoding", device) if device.type == "cuda" else None
 
     @staticmethod
     def suits(device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABLE
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABLE and _works(device)
 
     def take(self, data: bytes) -> Encoded | None:
         """A file that is better decoded here; None for any other, broken ones among them."""
@@ -58,49 +61,79 @@ class GpuDecoder:
             return None
         return Encoded(data, header)
 
-    def pack(self, items: list[Pixels | Encoded]) -> Packed | None:
-        """The batch in the device's memory when this returns; None if the GPU cannot decode one of these."""
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+    def pack(self, items: list[Pixels | Encoded]) -> tuple[Packed | None, list[int]]:
+        """The batch in the device's memory when this returns; or the places of those that the GPU cannot decode."""
+        with self._on_stream():
             found = self._decode([item for item in items if isinstance(item, Encoded)])
-            if found is None:
-                return None
-            there = [item for item in items if not isinstance(item, Encoded)]
-            rest = pack(there, pin=self.stream is not None).to(self.device) if there else None
-            parts, shapes = [], []
-            at = 0
-            decoded = iter(found)
-            for item in items:
-                if isinstance(item, Encoded):
-                    image = next(decoded)
-                    parts.append(image.reshape(-1))
-                    shapes.append(tuple(image.shape[1:]))
-                else:
-                    assert rest is not None
-                    parts.append(rest.bytes[at : at + item.size])
-                    shapes.append(item.shape[1:])
-                    at += item.size
-            flat = torch.cat(parts)
+            if found is None:  # one by one, so that what an image becomes hangs on that image alone
+                singly = [self._decode([item]) if isinstance(item, Encoded) else [] for item in items]
+                failed = [place for place, one in enumerate(singly) if one is None]
+                if failed:
+                    return None, failed
+                found = [image for one in singly if one for image in one]
+            packed = self._together(items, found)
             if self.stream:
                 self.stream.synchronize()  # this thread waits, not the one that trains
+        return packed, []
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def _together(self, items: list[Pixels | Encoded], found: list[Tensor]) -> Packed:
+        """What the GPU decoded, in order, and what the CPU did, in their places."""
+        there = [item for item in items if not isinstance(item, Encoded)]
+        rest = pack(there, pin=self.stream is not None).to(self.device) if there else None
+        parts, shapes, at, decoded = [], [], 0, iter(found)
+        for item in items:
+            if isinstance(item, Encoded):
+                image = next(decoded)
+                parts.append(image.reshape(-1))
+                shapes.append(tuple(image.shape[1:]))
+            else:
+                assert rest is not None
+                parts.append(rest.bytes[at : at + item.size])
+                shapes.append(item.shape[1:])
+                at += item.size
         lengths = np.array([len(part) for part in parts], np.int64)
-        return Packed(flat, np.cumsum(lengths) - lengths, np.array(shapes, np.int64), 3)
+        return Packed(torch.cat(parts), np.cumsum(lengths) - lengths, np.array(shapes, np.int64), 3)
 
     def _decode(self, encoded: list[Encoded]) -> list[Tensor] | None:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
         if not encoded:
             return []
-        blobs = [torch.frombuffer(item.data, dtype=torch.uint8) for item in encoded]
         try:
-            images: list[Tensor] = decode_jpeg(blobs, mode=ImageReadMode.RGB, device=self.device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
+            images = _nvjpeg([item.data for item in encoded], self.device)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
             return None
         sizes = [(item.header.height, item.header.width) for item in encoded]
         if [tuple(image.shape[1:]) for image in images] != sizes:
             return None
         return [_turn(image, item.header.orientation) for image, item in zip(images, encoded, strict=True)]
+
+
+def _nvjpeg(data: list[bytes], device: torch.device) -> list[Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    blobs = [torch.frombuffer(item, dtype=torch.uint8) for item in data]
+    images: list[Tensor] = decode_jpeg(blobs, mode=ImageReadMode.RGB, device=device)
+    return images
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Whether this torchvision was built with nvJPEG: it decodes one small image."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "JPEG")
+    try:
+        return _nvjpeg([buffer.getvalue()], device)[0].shape == (3, 32, 32)
+    except RuntimeError:
+        return False
 
 
 def _turn(image: Tensor, orientation: int) -> Tensor:

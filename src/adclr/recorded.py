@@ -14,6 +14,8 @@ from torch import Tensor
 
 from adclr.augment import Views
 from adclr.augment.transfer import send
+from adclr.config import UserError
+from adclr.devices import stream
 
 Numbers = tuple[float, ...]
 Work = Callable[[Views, Tensor], tuple[Tensor, ...]]  # (views, numbers that change from step to step) -> results
@@ -31,18 +33,29 @@ class Recorded:
         seed = torch.initial_seed()
         self.views = views.map(torch.Tensor.clone)
         self.numbers = send(np.array(void, np.float32), device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = stream("recording", device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            work(self.views, self.numbers)
-        torch.cuda.current_stream(device).wait_stream(side)
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what that took is now the recording's
-        self.graph = torch.cuda.CUDAGraph()
-        # other threads may go on making views meanwhile
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.results = work(self.views, self.numbers)
-        torch.manual_seed(seed)
+        try:
+            with torch.cuda.stream(side):
+                work(self.views, self.numbers)
+            torch.cuda.current_stream(device).wait_stream(side)
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # what that took is now the recording's
+            self.graph = torch.cuda.CUDAGraph()
+            self._record(work)
+        finally:
+            torch.manual_seed(seed)
+
+    def _record(self, work: Work) -> None:
+        try:
+            # other threads may go on making views meanwhile
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.results = work(self.views, self.numbers)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # generators, allocators and the current stream are left as in the recording
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"the step cannot be recorded as a CUDA graph ({reason}); set train.compile=off") from None
 
     def __call__(self, views: Views, numbers: Numbers) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self.views.tensors(), views.tensors())

@@ -38,6 +38,7 @@ def prepare(
         return None
     plain: list[RunBlock] = [backbone.run_block for backbone in backbones]
     started, failure = time.monotonic(), None
+    torch.compiler.reset()  # all models share one function, and 8 forms of it are kept
     for backbone in backbones:
         backbone.compile_blocks()
     try:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adclr import distributed, optim
 from adclr.augment import Views
+from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.recorded import Recorded
 from adclr.settings import Settings
@@ -57,9 +58,9 @@ class Step:
             void = optim.Values(0.0, 0.0, 1.0, float("nan"), frozen)
             try:
                 self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, UserError):
                 raise
-            except Exception as error:  # what a graph cannot hold, the host can still launch
+            except Exception as error:  # before anything was recorded
                 torch.cuda.synchronize(self.device)
                 self.record = False
                 self.method.forget()

@@ -111,7 +111,7 @@ def run(launched: Launch) -> Run:
     ):
         distributed.barrier()  # the directory is there, and it is ours
         job = _assemble(launched, device)
-        fits = True
+        fits, step = True, None
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
@@ -120,6 +120,7 @@ def run(launched: Launch) -> Run:
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
+            step = None  # with the memory that it has recorded
             raise UserError(_too_large(job))
         if distributed.is_main():
             _finish(job)

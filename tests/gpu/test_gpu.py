@@ -320,6 +320,49 @@ def test_a_recorded_step_is_the_step() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}])
+def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
+    """Student, teacher, centers and moments after a step are those of before when recording is done."""
+    from adclr import optim
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **(SMALL | changes))
+    method = training.build(settings).to(CUDA)
+    optimizer = optim.make_optimizer(method.student, settings)
+    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    Step(settings, method, optimizer, CUDA, torch.bfloat16)([views], values)
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
+    nothing = optim.Values(0.0, 0.0, 1.0, float("nan"), freeze_last_layer=False)
+    _, ok = step([views], nothing)  # recorded, and run once with numbers that void it
+    assert step.recorded
+    assert not ok
+    for name, tensor in method.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, msg=name)
+    after = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Compiled and recorded, as a user runs it."""
+    images = write_scenes(tmp_path / "scenes")
+    changes = TINY | {"device": "cuda", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
+    whole = package.pretrain(images / "train", out=tmp_path / "whole", **changes)
+    expected = [row["loss"] for row in whole.rows("metrics.jsonl")]
+    shutil.copytree(whole.path, tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("*.json"):
+        if path.name in ("results.json", "backbone.json"):
+            path.unlink()
+    (tmp_path / "cut" / "backbone.safetensors").unlink()
+    for step in (10, 15, 16):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step_{step}", ignore_errors=True)
+    again = package.pretrain(images / "train", out=tmp_path / "cut", **changes)
+    found = [row["loss"] for row in again.rows("metrics.jsonl")]
+    assert len(found) == len(expected)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
     settings, views = default_views(8, CUDA, **SMALL)
     _, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
