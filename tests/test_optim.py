@@ -138,3 +138,34 @@ def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() ->
         assert (name in names) == (p.ndim > 1)
         if name.endswith((".bias", "norm.weight", "norm1.weight", "gamma")):
             assert name not in names
+
+
+def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_void() -> None:
+    """What a recorded step does, without the recording: its numbers are one tensor, and recording runs it void."""
+    from adclr import fit
+    from adclr.step import Step
+    from adclr.training import build
+
+    settings, cpu = tiny(model__drop_path=0.0), torch.device("cpu")
+    views = fit.random_views(settings, 4, cpu)
+    methods = [build(settings) for _ in range(2)]
+    optimizers = [make_optimizer(method.student, settings) for method in methods]
+    steps = [Step(settings, method, o, cpu, None) for method, o in zip(methods, optimizers, strict=True)]
+
+    def state(which: int) -> list[torch.Tensor]:
+        moments = [value for state in optimizers[which].state.values() for value in state.values()]
+        return [tensor.clone() for tensor in (*methods[which].state_dict().values(), *moments)]
+
+    for number in range(4):
+        values = Values(0.01, 0.1 * number, 0.9, 0.04 + 0.01 * number, freeze_last_layer=number < 2)
+        told, ok = steps[0]([views], values)
+        same, fine = steps[1]._take([views], torch.tensor(values.numbers), values.freeze_last_layer)
+        assert ok
+        assert fine
+        torch.testing.assert_close(told, same)
+        for a, b in zip(state(0), state(1), strict=True):
+            torch.testing.assert_close(a, b)
+    before = state(1)
+    _, ok = steps[1]._take([views], torch.tensor([0.0, 0.0, 1.0, math.nan]), False)
+    assert not ok
+    assert all(torch.equal(a, b) for a, b in zip(before, state(1), strict=True))
