@@ -5,23 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import triton
 from torch import Tensor, nn
 
 from adclr import attention
 from adclr.attention import Config, Group
+from kernel_device import DEVICE, needs_interpreter
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies the bits of bfloat16
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu"
-    and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5),
-    reason="the interpreter of this Triton takes arrays of one number for numbers, which this NumPy no longer allows",
-)
+pytestmark = needs_interpreter
 VARIANTS = {  # forward, backward
     "whole": (Config("forward", 128, 128, 4), Config("whole", 0, 0, 4)),
     "whole, 2 heads": (Config("forward", 32, 32, 4, heads=2), Config("whole", 0, 0, 4, heads=2)),

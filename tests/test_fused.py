@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from adclr import fused, fused_kernels
 from adclr.augment import Views
 from adclr.fused import Part
 from adclr.losses import Center
+from kernel_device import DEVICE, needs_interpreter
 from test_method import METHODS, make, make_views
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu"
-    and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5),
-    reason="the interpreter of this Triton takes arrays of one number for numbers, which this NumPy no longer allows",
-)
+pytestmark = needs_interpreter
 DIM, STUDENT, TEACHER = 16, 0.1, 0.04
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import triton
 from PIL import Image
 
 from adclr import augment, scenes
@@ -13,15 +12,10 @@ from adclr.augment import kernels
 from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
+from kernel_device import DEVICE, needs_interpreter
 from tiny import tiny
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu"
-    and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5),
-    reason="the interpreter of this Triton takes arrays of one number for numbers, which this NumPy no longer allows",
-)
+pytestmark = needs_interpreter
 NEAR = 0.1  # of 255: weights and half-resized pixels are float16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

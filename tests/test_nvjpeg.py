@@ -21,9 +21,9 @@ from adclr.jpeg import read_header
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import ImageFolder
 from adclr.views import plan
+from kernel_device import DEVICE
 from tiny import tiny
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEAR = 2.0 if DEVICE.type == "cuda" else 0.0  # of 255, in the mean
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adclr import pretrain, speed
+from adclr import fit, pretrain, speed
 from adclr.ahead import Ahead
 from adclr.blocks import again_block, run_block
 from adclr.training import build
@@ -100,3 +100,18 @@ def test_views_come_in_order_and_batches_are_closed() -> None:
     assert closed == [True]
     ahead = Ahead(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
     assert list(ahead) == [0, 10, 20, 30, 40]
+
+
+def test_the_micro_batch_is_fitted_to_blocks_that_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
+    for again, run in ((True, again_block), (False, run_block)):
+        settings = tiny(checkpoint_activations=again)
+        method = build(settings)
+        method.register_forward_hook(lambda m, *_: seen.append(m.student.backbone.run_block))
+        fit.measure(method, settings, CPU, None)
+        assert seen == [run] * 3
+        seen.clear()
+    assert fit.estimate(tiny(depth=12, checkpoint_activations=True)) < fit.estimate(tiny(depth=12))

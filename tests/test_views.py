@@ -7,7 +7,7 @@ import pytest
 
 from adclr.draws import Draws, key_of
 from adclr.settings import Settings
-from adclr.views import Crops, block_masks, crop_boxes, plan
+from adclr.views import TRIES, Crops, block_masks, crop_boxes, plan
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)
@@ -181,3 +181,28 @@ def test_how_much_is_masked() -> None:
     assert share.max() <= 0.5
     assert share.max() > 0.45
     assert 0.2 < share[share > 0].mean() < 0.32  # the mean of U(0.1, 0.5), less where no block fits any more
+
+
+def test_of_ten_tries_the_first_that_fits_is_taken() -> None:
+    """By a loop over all tries, of which the program draws only those that it needs."""
+    sizes = np.array([[40, 60], [100, 42], [1, 90], [64, 64]] * 64)
+    draws = Draws(3, 1, np.arange(256, dtype=np.uint64) * np.uint64(977))
+    scale, ratio = (0.3, 1.0), (3 / 4, 4 / 3)
+    found = crop_boxes(draws, "local", 5, sizes, scale, ratio)
+    areas = draws.uniform("local area", 5, TRIES, low=scale[0], high=scale[1])
+    aspects = np.exp(draws.uniform("local aspect", 5, TRIES, low=np.log(ratio[0]), high=np.log(ratio[1])))
+    which = []
+    for image, (height, width) in enumerate(sizes):
+        for crop in range(5):
+            for number in range(TRIES):
+                area, aspect = height * width * areas[image, crop, number], aspects[image, crop, number]
+                h, w = round(float(np.sqrt(area / aspect))), round(float(np.sqrt(area * aspect)))
+                if 0 < h <= height and 0 < w <= width:
+                    assert tuple(found[image, crop, 2:]) == (h, w)
+                    which.append(number)
+                    break
+            else:  # the largest in the middle
+                tall, wide = min(height, max(1, round(width / ratio[0]))), min(width, max(1, round(height * ratio[1])))
+                assert tuple(found[image, crop, 2:]) == (tall, wide)
+    assert {0, 1, 2} <= set(which)  # the first, and others
+    assert len(which) < 5 * len(sizes)  # and none

@@ -157,7 +157,8 @@ BACKWARD = {
 
 
 def size_class(tokens: int, image: int, width: int, dtype: torch.dtype) -> str:
-    """Which line of the tables: `exact` is float32, multiplied without tensor cores, which wants small tiles."""
+    """Which line of the tables. `exact` is float32, multiplied without tensor cores, which wants small tiles: in it
+    tests hold the kernels against the formula; training does not use it (`fits`)."""
     if dtype == torch.float32:
         return "exact"
     if tokens <= SHORT:

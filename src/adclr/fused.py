@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from adclr.attention import HAS_TRITON
+
 CHUNK_BYTES = 512 * 2**20  # of logits at once, teacher's and student's; to be tuned
 
 
@@ -53,13 +55,7 @@ class Compared(NamedTuple):
 
 def possible(images: Tensor) -> bool:
     """Whether the kernels can work on what these images become: on a GPU, with Triton; float64 is for plain code."""
-    if not images.is_cuda or images.dtype == torch.float64:
-        return False
-    try:
-        from adclr import fused_kernels  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return HAS_TRITON and images.is_cuda and images.dtype != torch.float64
 
 
 def compare(

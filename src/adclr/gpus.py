@@ -12,7 +12,7 @@ from adclr.config import UserError
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    gib: float  # as torch reports it, somewhat less than is sold
+    gib: float  # of the H200 as torch reports it; of the others what is sold, less a few per cent, not looked at
     tflops: float  # peak of dense bfloat16 with float32 sums, from the maker's data sheets
 
 

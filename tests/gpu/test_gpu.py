@@ -8,19 +8,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from on_gpu import CUDA, autocast, default_views, write_scenes
 from PIL import Image
 
 import adclr as package
 from adclr import fit, fused, scenes, training
-from adclr.augment import Views, pack, render
+from adclr.augment import render
 from adclr.blocks import QueryKeys
 from adclr.config import build
-from adclr.draws import key_of
 from adclr.feed import Batch
 from adclr.settings import Settings
 from adclr.views import plan
@@ -28,11 +27,6 @@ from adclr.weights import create_backbone
 from tiny import TINY, tiny, words
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
-
-
-def autocast() -> torch.autocast:
-    return torch.autocast("cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("query_keys", ["image", "patches", "image_and_self"])
@@ -63,24 +57,6 @@ def test_no_gradient_from_queries_in_bfloat16() -> None:
     (tokens.cls.float().sum() + tokens.patches.float().square().sum()).backward()
     assert queries.grad is not None
     assert torch.count_nonzero(queries.grad) == 0
-
-
-def images_of(count: int) -> list[np.ndarray]:
-    sizes = [(200, 260), (97, 64), (300, 301), (31, 17)]
-    made = []
-    for i in range(count):
-        height, width = sizes[i % len(sizes)]
-        image = scenes.scene(0, i, 301).image[:height, :width]
-        made.append(np.ascontiguousarray(image.transpose(2, 0, 1)))
-    return made
-
-
-def default_views(count: int, device: torch.device, **changes: Any) -> tuple[Settings, Views]:
-    settings = build(Settings, changes)
-    packed = pack(images_of(count), pin=device.type == "cuda")
-    keys = np.array([key_of(str(i)) for i in range(count)], np.uint64)
-    made = plan(settings, 0, keys, packed.sizes)
-    return settings, render(packed.to(device), made, settings.data.mean, settings.data.std)
 
 
 def test_views_are_those_of_the_cpu() -> None:
@@ -128,39 +104,6 @@ def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(found[name][0], found["plain"][0], rtol=tolerance, atol=0)
         for a, b in zip(found[name][1], found["plain"][1], strict=True):
             assert torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0) > cosine, name
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_step_never_waits_for_the_gpu(recorded: bool) -> None:
-    """Views, forward, backward, update, teacher and centers, with the debug mode in which waiting is an error."""
-    from adclr import optim
-    from adclr.step import Step
-
-    settings = build(Settings, {"masked_weight": 0.0 if recorded else 1.0, "num_prototypes": 4096})
-    method = training.build(settings).to(CUDA)
-    packed = pack(images_of(8), pin=True)
-    made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
-    values = optim.Schedules(settings, 100).at(1000)
-    optimizer = optim.make_optimizer(method.student, settings)
-    take = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
-
-    def step() -> None:
-        views = render(packed.to(CUDA), made, settings.data.mean, settings.data.std)
-        torch.manual_seed(1)
-        take([views], values)
-
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(p.isfinite().all() for p in method.parameters())
-
-
-def write_scenes(folder: Path) -> Path:
-    scenes.write(folder, seed=3, num_train=64, num_val=16, size=48, show=False)
-    return folder
 
 
 def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
@@ -275,128 +218,6 @@ def test_a_run_from_the_gpu_cache_sees_what_a_run_from_files_sees(tmp_path: Path
         assert (kept is None) == (cache == "off")
     for cache in ("ram", "gpu", "auto"):
         assert losses[cache] == pytest.approx(losses["off"], rel=1e-2)
-
-
-SMALL = {
-    "size": "tiny",
-    "depth": 3,
-    "num_prototypes": 1024,
-    "num_local": 4,
-    "drop_path": 0.3,
-    "batch_size": 8,
-}
-
-
-def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recorded: bool) -> tuple[Any, list[Any]]:
-    """So many steps on the same views from one seed, with values that change as they do in training."""
-    from adclr import optim, speed
-    from adclr.step import Step
-
-    method = training.build(settings).to(CUDA)
-    if compiled:
-        found = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
-        assert found is not None
-        assert found.failure is None
-    optimizer = optim.make_optimizer(method.student, settings)
-    step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
-    losses = []
-    for number in range(count):
-        torch.manual_seed(1000 + number)
-        values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
-        found_losses, ok = step([views], values)
-        losses.append(found_losses.tolist())
-        assert ok.item()
-    assert bool(step.recorded) == recorded
-    return method, losses
-
-
-def test_a_recorded_step_is_the_step() -> None:
-    """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: all as without."""
-    settings, views = default_views(8, CUDA, **SMALL)
-    plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
-    again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
-    np.testing.assert_allclose(same, losses, rtol=1e-5)
-    for (name, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}])
-def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
-    """Student, teacher, centers and moments after a step are those of before when recording is done."""
-    from adclr import optim
-    from adclr.step import Step
-
-    settings, views = default_views(8, CUDA, **(SMALL | changes))
-    method = training.build(settings).to(CUDA)
-    optimizer = optim.make_optimizer(method.student, settings)
-    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
-    Step(settings, method, optimizer, CUDA, torch.bfloat16)([views], values)
-    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
-    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
-    step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
-    nothing = optim.Values(0.0, 0.0, 1.0, float("nan"), freeze_last_layer=False)
-    _, ok = step([views], nothing)  # recorded, and run once with numbers that void it
-    assert step.recorded
-    assert not ok
-    for name, tensor in method.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, msg=name)
-    after = [value for state in optimizer.state.values() for value in state.values()]
-    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Compiled and recorded, as a user runs it."""
-    images = write_scenes(tmp_path / "scenes")
-    changes = TINY | {"device": "cuda", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
-    whole = package.pretrain(images / "train", out=tmp_path / "whole", **changes)
-    expected = [row["loss"] for row in whole.rows("metrics.jsonl")]
-    shutil.copytree(whole.path, tmp_path / "cut")
-    for path in (tmp_path / "cut").glob("*.json"):
-        if path.name in ("results.json", "backbone.json"):
-            path.unlink()
-    (tmp_path / "cut" / "backbone.safetensors").unlink()
-    for step in (10, 15, 16):
-        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step_{step}", ignore_errors=True)
-    again = package.pretrain(images / "train", out=tmp_path / "cut", **changes)
-    found = [row["loss"] for row in again.rows("metrics.jsonl")]
-    assert len(found) == len(expected)
-    assert found == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
-    settings, views = default_views(8, CUDA, **SMALL)
-    _, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
-    _, near = steps_of(settings, views, 6, compiled=True, recorded=True)
-    np.testing.assert_allclose(near, losses, rtol=2e-2)
-
-
-def test_the_fast_way_has_the_gradients_of_float32() -> None:
-    """Compiled, bfloat16, kernels and chunks against plain float32: a ViT-S with all three losses."""
-    from adclr import attention, fused, speed
-
-    settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
-    method = training.build(settings).to(CUDA)
-    found = {}
-    for fast in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if fast:
-                compiled = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
-                assert compiled is not None
-                assert compiled.failure is None
-                with autocast():
-                    losses = method(views, 0.05)
-            else:
-                patch.setattr(attention, "fits", lambda *_: False)
-                patch.setattr(fused, "possible", lambda *_: False)
-                losses = method(views, 0.05)
-            losses.total.backward()
-        gradients = {n: p.grad.double() for n, p in method.student.named_parameters() if p.grad is not None}
-        found[fast] = [loss.item() for loss in losses], gradients
-        method.forget()
-    assert found[True][0] == pytest.approx(found[False][0], rel=1e-2)
-    for name, exact in found[False][1].items():
-        cosine = torch.nn.functional.cosine_similarity(found[True][1][name].flatten(), exact.flatten(), dim=0)
-        assert cosine > 0.999, (name, cosine.item())
 
 
 def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -202,6 +202,13 @@ def _jitter(r, g, b, step, factor, mean):
 
 
 @triton.jit
+def _load(base, at, pixels, inside):
+    red = tl.load(base + at, mask=inside, other=0.0)
+    green = tl.load(base + pixels + at, mask=inside, other=0.0)
+    return red, green, tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl.constexpr, PIXELS: tl.constexpr):
     """Jitter in its order, then grey, in place; contrast needs the mean luma, so what precedes it is done twice."""
     n = tl.program_id(0).to(tl.int64)
@@ -214,9 +221,7 @@ def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl
         for begin in range(0, pixels, PIXELS):
             at = begin + tl.arange(0, PIXELS)
             inside = at < pixels
-            r = tl.load(base + at, mask=inside, other=0.0)
-            g = tl.load(base + pixels + at, mask=inside, other=0.0)
-            b = tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
+            r, g, b = _load(base, at, pixels, inside)
             before = 1  # until contrast comes
             for place in range(4):
                 step = tl.load(order + place)
@@ -229,9 +234,7 @@ def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl
         for begin in range(0, pixels, PIXELS):
             at = begin + tl.arange(0, PIXELS)
             inside = at < pixels
-            r = tl.load(base + at, mask=inside, other=0.0)
-            g = tl.load(base + pixels + at, mask=inside, other=0.0)
-            b = tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
+            r, g, b = _load(base, at, pixels, inside)
             if jitter > 0:
                 for place in range(4):
                     step = tl.load(order + place)

@@ -1,0 +1,45 @@
+"""What the tests on a GPU share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adclr import scenes
+from adclr.augment import Views, pack, render
+from adclr.config import build
+from adclr.draws import key_of
+from adclr.settings import Settings
+from adclr.views import plan
+
+CUDA = torch.device("cuda")
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
+def images_of(count: int) -> list[np.ndarray]:
+    sizes = [(200, 260), (97, 64), (300, 301), (31, 17)]
+    made = []
+    for i in range(count):
+        height, width = sizes[i % len(sizes)]
+        image = scenes.scene(0, i, 301).image[:height, :width]
+        made.append(np.ascontiguousarray(image.transpose(2, 0, 1)))
+    return made
+
+
+def default_views(count: int, device: torch.device, **changes: Any) -> tuple[Settings, Views]:
+    settings = build(Settings, changes)
+    packed = pack(images_of(count), pin=device.type == "cuda")
+    keys = np.array([key_of(str(i)) for i in range(count)], np.uint64)
+    made = plan(settings, 0, keys, packed.sizes)
+    return settings, render(packed.to(device), made, settings.data.mean, settings.data.std)
+
+
+def write_scenes(folder: Path) -> Path:
+    scenes.write(folder, seed=3, num_train=64, num_val=16, size=48, show=False)
+    return folder
