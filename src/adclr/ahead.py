@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from adclr.augment import Views
-from adclr.devices import stream
+from adclr.devices import be_on, stream
 from adclr.feed import Batch
 
 Made = tuple[Views, torch.cuda.Event] | None
@@ -33,8 +33,7 @@ class Ahead:
             self.stream = stream("views", device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
             self._used: torch.cuda.Event | None = None  # the work on the views before last
-            # a thread begins on the first GPU, whichever the others are on
-            self._thread = ThreadPoolExecutor(1, "views", torch.cuda.set_device, (device,))
+            self._thread = ThreadPoolExecutor(1, "views", be_on, (device,))
             self._next: Future[Made] = self._thread.submit(self._make)
 
     def __iter__(self) -> Self:

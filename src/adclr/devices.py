@@ -25,6 +25,12 @@ def choose(name: str) -> torch.device:
     return device
 
 
+def be_on(device: torch.device) -> None:
+    """For a new thread, which begins on the first GPU, whichever the others are on."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+
+
 @cache
 def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
     """One for each purpose in a process: torch has 32 of a device, and then gives the first out a second time."""

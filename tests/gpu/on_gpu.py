@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from adclr.settings import Settings
 from adclr.views import plan
 
 CUDA = torch.device("cuda")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as repeatable steps ask, before cuBLAS starts
 
 
 def autocast() -> torch.autocast:

@@ -84,13 +84,20 @@ def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recor
 
 
 def test_a_recorded_step_is_the_step() -> None:
-    """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: all as without."""
+    """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: to the bit as without.
+
+    Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
+    gradient, make 1e-4 of it.
+    """
+    from adclr.speed import repeatable
+
     settings, views = default_views(8, CUDA, **SMALL)
-    plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
-    again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
-    np.testing.assert_allclose(same, losses, rtol=1e-5)
+    with repeatable(True):
+        plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
+        again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
+    assert same == losses
     for (name, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}])

@@ -1,10 +1,10 @@
 """The views of `augment.render` in a few Triton kernels, for NVIDIA GPUs; the plain operations are their oracle.
 
-Seven launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
-images and then across the rows, colours, blur (two), and solarise with normalise. A program works on one crop, so a
-view cannot depend on its neighbours. Resizing is a product with a band of weights, for which tensor cores are made; a
-source pixel is then read once or twice, not once for each output it goes into. Bytes are exact in float16; weights and
-half-resized pixels, kept less 128, are rounded to it, which moves a pixel by up to 0.1 of 255.
+Five launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
+images and then across the rows, colours, and blur with solarise and normalise. A program works on one crop, so a view
+cannot depend on its neighbours. Resizing and blur are products with a band of weights, for which tensor cores are made;
+a source pixel is then read once or twice, not once for each output it goes into. Bytes are exact in float16; weights
+and pixels on their way, kept around 0, are rounded to it, which moves a pixel by up to 0.1 of 255 at each step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENTRY = 7
 CHOICES, FACTORS = 7, 5
 # Of the resizing: outputs, columns and source pixels of a program's matrix product; of all else: pixels at once.
 TILE, COLUMNS, DEPTH, PIXELS = 32, 64, 32, 1024
-WARPS, STAGES = 4, 2  # of the resizing
+WARPS, STAGES = 4, 1  # of the resizing
 HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
 
 
@@ -130,7 +130,7 @@ def _across(
     half, table, bands, totals, crops, size, channels, blocks, most,
     ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] in [0, 1]."""
+    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column], of 1, less 0.5."""
     n, block = tl.program_id(0), tl.program_id(2)
     entry = table + n * ENTRY
     width, flip = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
@@ -153,7 +153,7 @@ def _across(
             value = tl.load(read + (row[:, None] * width + source[None, :]), mask=inside, other=0.0)
             sums = tl.dot(value, weight, sums)
         value = sums / total[None, :] + 128.0
-        value = tl.minimum(tl.maximum(value, 0.0), 255.0) / 255.0
+        value = tl.minimum(tl.maximum(value, 0.0), 255.0) / 255.0 - 0.5
         write = crops + (n.to(tl.int64) * channels + channel) * size * size
         inside = (row < size)[:, None] & (column < size)[None, :]
         tl.store(write + (row[:, None] * size + column[None, :]), value, mask=inside)
@@ -203,9 +203,9 @@ def _jitter(r, g, b, step, factor, mean):
 
 @triton.jit
 def _load(base, at, pixels, inside):
-    red = tl.load(base + at, mask=inside, other=0.0)
-    green = tl.load(base + pixels + at, mask=inside, other=0.0)
-    return red, green, tl.load(base + 2 * pixels + at, mask=inside, other=0.0)
+    red = tl.load(base + at, mask=inside, other=0.0).to(tl.float32) + 0.5
+    green = tl.load(base + pixels + at, mask=inside, other=0.0).to(tl.float32) + 0.5
+    return red, green, tl.load(base + 2 * pixels + at, mask=inside, other=0.0).to(tl.float32) + 0.5
 
 
 @triton.jit
@@ -242,61 +242,51 @@ def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl
             if to_grey > 0:
                 luma = _luma(r, g, b)
                 r, g, b = luma, luma, luma
-            tl.store(base + at, r, mask=inside)
-            tl.store(base + pixels + at, g, mask=inside)
-            tl.store(base + 2 * pixels + at, b, mask=inside)
+            tl.store(base + at, r - 0.5, mask=inside)
+            tl.store(base + pixels + at, g - 0.5, mask=inside)
+            tl.store(base + 2 * pixels + at, b - 0.5, mask=inside)
 
 
 @triton.jit
-def _blur(
-    source,
-    target,
-    index,
-    factors,
-    size,
-    channels,
-    radius,
-    ACROSS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    PIXELS: tl.constexpr,
-):
-    """A Gaussian along one axis, reflected at the border: across from the crops into a copy, down from it back."""
-    k = tl.program_id(0)
-    channel = tl.program_id(1)
-    at = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
-    inside = at < size * size
-    crop = tl.load(index + k)
-    sigma = tl.load(factors + crop * FACTORS + 4)
-    plane = (crop * channels + channel) * size * size
-    own = (k.to(tl.int64) * channels + channel) * size * size
-    if ACROSS:
-        read, write, place, stride = source + plane, target + own, at % size, 1
+def _finish(
+    crops, views, choices, factors, center, scale, size, channels, radius,
+    CHOICES: tl.constexpr, FACTORS: tl.constexpr, TILE: tl.constexpr, REACH: tl.constexpr,
+):  # fmt: skip
+    """A Gaussian reflected at the border, solarise, each where it is drawn, and normalise: a tile of a channel."""
+    n, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.cdiv(size, TILE)
+    channel, top, left = tile // (tiles * tiles), tile // tiles % tiles * TILE, tile % tiles * TILE
+    plane = (n * channels + channel) * size * size
+    row, column = top + tl.arange(0, TILE)[:, None], left + tl.arange(0, TILE)[None, :]
+    inside = (row < size) & (column < size)
+    sigma = tl.load(factors + n * FACTORS + 4)
+    if sigma > 0:
+        source = tl.arange(0, REACH)
+        distance = source[None, :] - radius - tl.arange(0, TILE)[:, None]
+        away = distance.to(tl.float32) / sigma
+        weight = tl.where(tl.abs(distance) <= radius, tl.exp(-0.5 * away * away), 0.0).to(tl.float16)
+        total = tl.max(tl.sum(weight.to(tl.float32), axis=1), axis=0)  # the same for each output
+        reached = source < TILE + 2 * radius
+        down, across = _reflect(top - radius + source, size), _reflect(left - radius + source, size)
+        pixel = tl.load(
+            crops + plane + (down[:, None] * size + across[None, :]),
+            mask=reached[:, None] & reached[None, :],
+            other=0.0,
+        )
+        half = tl.dot(weight, pixel) / total
+        x = tl.dot(half.to(tl.float16), tl.trans(weight)) / total
     else:
-        read, write, place, stride = source + own, target + plane, at // size, size
-    line = at - place * stride
-    sums = tl.zeros((PIXELS,), tl.float32)
-    total = 0.0
-    for tap in range(2 * radius + 1):
-        distance = (tap - radius).to(tl.float32) / sigma
-        weight = tl.exp(-0.5 * distance * distance)
-        total += weight
-        moved = tl.abs(place + tap - radius)
-        moved = tl.where(moved >= size, 2 * size - 2 - moved, moved)
-        sums += tl.load(read + line + moved * stride, mask=inside, other=0.0) * weight
-    tl.store(write + at, sums / total, mask=inside)
+        x = tl.load(crops + plane + (row * size + column), mask=inside, other=0.0).to(tl.float32)
+    x += 0.5
+    x = tl.where((tl.load(choices + n * CHOICES + 2) > 0) & (x >= 128.0 / 255.0), 1.0 - x, x)
+    x = (x - tl.load(center + channel)) / tl.load(scale + channel)
+    tl.store(views + plane + (row * size + column), x, mask=inside)
 
 
 @triton.jit
-def _finish(crops, choices, center, scale, pixels, channels, CHOICES: tl.constexpr, PIXELS: tl.constexpr):
-    """Solarise where it is drawn, and normalise, in place."""
-    n = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
-    inside = at < channels * pixels
-    x = tl.load(crops + n * channels * pixels + at, mask=inside, other=0.0)
-    x = tl.where((tl.load(choices + n * CHOICES + 2) > 0) & (x >= 128.0 / 255.0), 1.0 - x, x)
-    channel = at // pixels
-    x = (x - tl.load(center + channel, mask=inside, other=0.0)) / tl.load(scale + channel, mask=inside, other=1.0)
-    tl.store(crops + n * channels * pixels + at, x, mask=inside)
+def _reflect(place, size):
+    """Of places at most as far outside as the image is long; those that lie farther are kept inside somehow."""
+    place = tl.abs(place)
+    return tl.maximum(tl.where(place >= size, 2 * size - 2 - place, place), 0)
 
 
 def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -323,24 +313,20 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
     choices[:, 3:] = flat(crops.order)
     factors = np.empty((number, FACTORS), np.float32)
     factors[:, :4], factors[:, 4] = flat(crops.factors), flat(crops.sigma)
-    blurred = np.flatnonzero(factors[:, 4] > 0)
-    entries, chosen, drawn, here = send_all([table, choices, factors, blurred], device)
-    out = torch.empty(number, channels, size, size, device=device)
+    entries, chosen, drawn = send_all([table, choices, factors], device)
+    made = torch.empty(number, channels, size, size, device=device, dtype=torch.float16)
     for group in groups:
-        _resize(packed.bytes, entries[group], boxes[group], int(numbers[group].sum()), out[group])
+        _resize(packed.bytes, entries[group], boxes[group], int(numbers[group].sum()), made[group])
     pixels = size * size
     if channels == 3 and choices[:, :2].any():
-        _colours[(number,)](out, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
-    if len(blurred):
-        temporary = torch.empty(len(blurred), channels, size, size, device=device)
-        radius, grid = min(BLUR_RADIUS, size - 1), (len(blurred), channels, triton.cdiv(pixels, PIXELS))
-        shape = {"FACTORS": FACTORS, "PIXELS": PIXELS}
-        _blur[grid](out, temporary, here, drawn, size, channels, radius, ACROSS=True, **shape)
-        _blur[grid](temporary, out, here, drawn, size, channels, radius, ACROSS=False, **shape)
+        _colours[(number,)](made, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
+    out = torch.empty(number, channels, size, size, device=device)
     center, scale = _constants(mean, std, device)
-    _finish[(number, triton.cdiv(channels * pixels, PIXELS))](
-        out, chosen, center, scale, pixels, channels, CHOICES=CHOICES, PIXELS=PIXELS
-    )
+    tile, radius = _tile(size), min(BLUR_RADIUS, size - 1)
+    _finish[(number, channels * triton.cdiv(size, tile) ** 2)](
+        made, out, chosen, drawn, center, scale, size, channels, radius,
+        CHOICES=CHOICES, FACTORS=FACTORS, TILE=tile, REACH=triton.next_power_of_2(tile + 2 * radius),
+    )  # fmt: skip
     return out.view(count, batch, channels, size, size)
 
 
