@@ -130,7 +130,7 @@ def _across(
     half, table, bands, totals, crops, size, channels, blocks, most,
     ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column], of 1, less 0.5."""
+    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] - 0.5, of 1."""
     n, block = tl.program_id(0), tl.program_id(2)
     entry = table + n * ENTRY
     width, flip = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
