@@ -7,12 +7,14 @@ centers, by the code that training runs; views are noise, made once, so there is
 median of several repeats within this one run, with the least and the most: compare figures of one run only. A share of
 peak is the arithmetic of `cost.flops` over the time and over the rate of a large bfloat16 product, measured first.
 Warm-up steps include what is compiled. A ViT-B is the ViT-S recipe with model.size=base.
+`deterministic` is train.deterministic=true.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from plain_dino import PlainDino
 from adclr import config, cost, devices, fit, optim, training
 from adclr.runs import provenance, write_json
 from adclr.settings import Settings
-from adclr.speed import prepare, ready
+from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step, seconds
 
 GIB = 2**30
@@ -54,6 +56,7 @@ class Case:
     batch: int = 256
     local: int = 10
     queries: int | None = None  # the recipe's
+    deterministic: bool = False
 
     def settings(self, tiny: bool) -> Settings:
         changes: dict[str, Any] = {"model.size": self.size, "views.num_local": self.local}
@@ -63,12 +66,14 @@ class Case:
 
     def name(self, settings: Settings) -> str:
         letter, views = self.size[0].upper(), settings.views
-        return f"{self.method} ViT-{letter}/16 L={self.local} Q={views.num_queries} batch {self.batch}"
+        more = " deterministic" if self.deterministic else ""
+        return f"{self.method} ViT-{letter}/16 L={self.local} Q={views.num_queries} batch {self.batch}{more}"
 
 
 METHODS = ("plain", "DINO", "ADCLR", "iBOT", "ADCLR*")
 CASES = [
     *(Case(method) for method in METHODS),
+    Case("ADCLR", deterministic=True),
     *(Case(method, batch=64) for method in METHODS),
     *(Case(method, "base", 128) for method in METHODS),
     *(Case(method, "base", 64) for method in ("plain", "DINO", "ADCLR")),
@@ -117,12 +122,13 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
     batch = 4 if given.tiny else case.batch
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
-    once = work(case, settings, batch, device)
-    for _ in range(given.warmup):
-        once()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    spent = seconds(once, device, given.steps, given.repeats)
+    with repeatable(case.deterministic):
+        once = work(case, settings, batch, device)
+        for _ in range(given.warmup):
+            once()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent = seconds(once, device, given.steps, given.repeats)
     middle = statistics.median(spent)
     operations = cost.flops(settings, round(cost.hidden_patches(settings))).step
     return Row(
@@ -177,6 +183,9 @@ def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:
             for name, ours in (("DINO", dino), ("ADCLR", adclr)):
                 if plain and ours:
                     yield f"images/s, {name} over plain DINO, {where}", ours.images_per_second / plain.images_per_second
+            exact = there.get(f"ADCLR ViT-{size}/16 L=10 Q=10 batch {batch} deterministic")
+            if adclr and exact:
+                yield f"time, deterministic over not, {where}", exact.milliseconds / adclr.milliseconds
             if dino and adclr:
                 yield f"time, Q=10 over Q=0, {where}", adclr.milliseconds / dino.milliseconds
                 if dino.gib and adclr.gib:
@@ -197,6 +206,7 @@ def main() -> None:
     if not cases or given.list:
         print("\n".join(name for _, name in cases) or "no row has such a name; --list names them")
         raise SystemExit(0 if cases else 2)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the deterministic row, read before all others
     device = devices.choose("auto")
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU only"
     peak = matmul_rate(device)

@@ -73,6 +73,28 @@ def test_mistakes_of_where_it_runs(adclr: Adclr) -> None:
     refused(adclr, [*few, "--gpu", "h200"], "leave out torchrun", WORLD_SIZE="2", RANK="0")
 
 
+def test_where_the_gpu_decodes_its_rate_counts(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from adclr.feed import Feed
+    from adclr.nvjpeg import GpuDecoder
+
+    asked: list[Feed] = []
+
+    def rate(feed: Feed, batch: int = 4, batches: int = 2) -> float:
+        asked.append(feed)
+        return 1000 + real(feed, batch, batches) * 0
+
+    real = Feed.rate
+    monkeypatch.setattr(GpuDecoder, "suits", lambda _: True)
+    monkeypatch.setattr(Feed, "rate", rate)
+    file = tmp_path / "plan.json"
+    cli.main(["plan", str(images / "train"), "--json", str(file), "--recipe", "adclr_vits16", *words(TINY)])
+    assert json.loads(file.read_text())["decoded"]["images_per_second"] == 1000
+    assert "about 1000 images/s" in capsys.readouterr().out
+    assert asked[0].gpu_decoder is not None
+
+
 def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: Adclr) -> None:
     out, file, tiny = tmp_path / "run", tmp_path / "plan.json", words(TINY)
     done = adclr("plan", images / "train", "--out", out, "--json", file, "--recipe", "adclr_vits16", *tiny)

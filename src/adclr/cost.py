@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from adclr.settings import Settings
 
-# Bytes kept for backward, for each unit of width, token and block, of compiled blocks under bfloat16 autocast: the
-# input of the block (2), q, k, v (6), what attention (2) and its projection (2) gave, and the input of GELU (8). ADCLR
-# with ViT-S/16 took 75 MB for each image more on an H200, of which 2.3 are the views.
-ACTIVATION_BYTES = 20
+# Bytes kept for backward, for each unit of width, token and block, of compiled blocks under bfloat16 autocast: two sums
+# (4) and their norms (4), q, k, v (6), what attention gave (2), and the input of GELU (8). ADCLR with ViT-S/16 took
+# 90 MB for each image more on an H200, of which 2.3 are the views.
+ACTIVATION_BYTES = 24
 # Logits are made in chunks, whatever the batch: `fused.CHUNK_BYTES`, and the gradient of the prototypes beside them.
 LOGIT_BYTES = 2**29
 # The context of CUDA and its libraries, which no allocator of torch's sees.

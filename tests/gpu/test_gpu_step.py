@@ -152,7 +152,7 @@ def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
 
 def test_the_fast_way_has_the_gradients_of_float32() -> None:
     """Compiled, bfloat16, kernels and chunks against plain float32: a ViT-S with all three losses."""
-    from adclr import attention, speed
+    from adclr import attention, mlp, norm, speed
 
     settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
     method = training.build(settings).to(CUDA)
@@ -166,7 +166,8 @@ def test_the_fast_way_has_the_gradients_of_float32() -> None:
                 with autocast():
                     losses = method(views, 0.05)
             else:
-                patch.setattr(attention, "fits", lambda *_: False)
+                for room in (attention, mlp, norm):
+                    patch.setattr(room, "fits", lambda *_: False)
                 patch.setattr(fused, "possible", lambda *_: False)
                 losses = method(views, 0.05)
             losses.total.backward()
