@@ -97,7 +97,15 @@ def parser() -> Parser:
     plan.add_argument("--out", metavar="RUN", help="where the run would go; is there room?")
     plan.add_argument("--json", metavar="FILE", help="write the plan there too")
     plan.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
+    visualize = commands.add_parser("visualize", help="pictures of what weights look at", add_help=False)
+    visualize.add_argument("name", nargs="?", metavar="NAME", help="attention, queries, pca or match")
+    visualize.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    visualize.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
+    visualize.add_argument("--out", default="runs/pictures", metavar="DIR", help="where pictures go (%(default)s)")
+    visualize.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
+    parsers |= {"visualize": visualize}
     main.set_defaults(parsers=parsers)
     return main
 
@@ -129,6 +137,7 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
+        commands |= {"visualize": _visualize}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -247,6 +256,22 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     out, file = (Path(name) if name else None for name in (options.out, options.json))
     values = config.parse_words(words)
     planning.run(options.data, options.images, options.recipe, values, gpu, options.gpus, out, file)
+
+
+def _visualize(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, visualize
+
+    if options.help:
+        options.parsers["visualize"].print_help()
+        for name in [options.name] if options.name in visualize.DRAW else visualize.DRAW:
+            _print_settings(visualize.DRAW[name][0], f"settings of {name}:")
+        return
+    if options.name not in visualize.DRAW:
+        options.parsers["visualize"].error(f"no picture was named; there are: {', '.join(visualize.DRAW)}")
+    if not options.images:
+        options.parsers["visualize"].error("weights and images are both needed; write W and then the images")
+    settings = config.build(visualize.DRAW[options.name][0], config.parse_words(words))
+    visualize.run(options.name, options.weights, options.images, Path(options.out), settings)
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:
