@@ -105,7 +105,11 @@ def parser() -> Parser:
     visualize.add_argument("--out", default="runs/pictures", metavar="DIR", help="where pictures go (%(default)s)")
     visualize.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
-    parsers |= {"visualize": visualize}
+
+    report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
+    report.add_argument("--out", metavar="FILE", help="where the page goes (report.html in the run)")
+    parsers |= {"visualize": visualize, "report": report}
     main.set_defaults(parsers=parsers)
     return main
 
@@ -137,7 +141,7 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
-        commands |= {"visualize": _visualize}
+        commands |= {"visualize": _visualize, "report": _report}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -272,6 +276,14 @@ def _visualize(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["visualize"].error("weights and images are both needed; write W and then the images")
     settings = config.build(visualize.DRAW[options.name][0], config.parse_words(words))
     visualize.run(options.name, options.weights, options.images, Path(options.out), settings)
+
+
+def _report(options: argparse.Namespace, words: list[str]) -> None:
+    if words:
+        options.parsers["report"].error(f"a report takes no settings, but was given {words[0]}")
+    from adclr import report
+
+    print(f"written to {report.run(options.runs, Path(options.out) if options.out else None)}")
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

@@ -13,6 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.decode import Pixels
+from adclr.draws import Draws
+from adclr.views import crop_boxes
 from adclr.vit import Memory, VisionTransformer
 from adclr.weights import Weights
 
@@ -53,6 +55,16 @@ def _resized(pixels: Pixels, height: int, width: int, box: Box | None = None) ->
     bicubic = Image.Resampling.BICUBIC
     channels = (Image.fromarray(channel).resize((width, height), bicubic, box) for channel in pixels)
     return np.stack([np.asarray(channel) for channel in channels])
+
+
+def drawn_boxes(
+    seen: Seen, key: int, count: int, scale: tuple[float, float] = (0.05, 0.15), seed: int = 0
+) -> list[Box]:
+    """Queries drawn as in training, a function of the key and the seed: `scale` is the area, of the image's."""
+    height, width = seen.pixels.shape[1:]
+    draws = Draws(seed, 0, np.array([key], np.uint64))
+    (drawn,) = crop_boxes(draws, "query", count, np.array([[height, width]]), scale, (3 / 4, 4 / 3))
+    return [(x / width, y / height, (x + w) / width, (y + h) / height) for y, x, h, w in drawn.tolist()]
 
 
 def normalised(weights: Weights, pixels: Pixels) -> Tensor:

@@ -187,7 +187,7 @@ def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:
 def save(path: Path, image: Image.Image) -> None:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue(), durable=False)
 
 
 # -- two images --

@@ -200,6 +200,7 @@ class Train(Section):
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
+    report: bool = Field(True, description="write report.html, with pictures of three images, while it trains")
     loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 

@@ -27,6 +27,7 @@ from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
+from adclr.report.live import Live
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.speed import Compiled, prepare, ready, repeatable
@@ -116,7 +117,8 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, Probe(job, labelled) if labelled else None)
+            live = _live(job)
+            _train(job, start, step, Probe(job, labelled) if labelled else None, live)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -124,6 +126,8 @@ def run(launched: Launch) -> Run:
             raise UserError(_too_large(job))
         if distributed.is_main():
             _finish(job)
+            if live:
+                live.page()
         distributed.barrier()
     return run
 
@@ -257,7 +261,19 @@ def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
             yield epoch, order[micro : micro + job.micro_batch]
 
 
-def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
+def _live(job: Job) -> Live | None:
+    """Pictures and the page, by the first process."""
+    if not job.settings.train.report or not distributed.is_main():
+        return None
+    return Live(job.run, teacher(job), job.feed.source, job.schedules.total_steps)
+
+
+def teacher(job: Job) -> Weights:
+    data = job.settings.data
+    return Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+
+
+def _train(job: Job, start: int, take: Step, probe: Probe | None, live: Live | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
@@ -270,6 +286,8 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
         with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
             if probe and start == 0:
                 journal.score(0, probe)
+            if live:
+                live.begin(start)
             for step in range(start, total):
                 values = schedules.at(step)
                 losses, ok = take(_seeded(job, views, step), values)
@@ -279,6 +297,8 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
                     journal.score(done, probe)
                 if done % every == 0 or done == total:
                     _save(job, done)
+                if live:
+                    live(done)
     finally:
         views.close()
 
@@ -324,9 +344,7 @@ class Probe:
     def __call__(self) -> dict[str, float]:
         job, scores = self.job, {}
         if distributed.is_main():
-            data = job.settings.data
-            teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-            found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
+            found = knn.score(teacher(job), self.labelled, self.settings, job.device, show=False)
             scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
         distributed.barrier()
         return scores

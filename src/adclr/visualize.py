@@ -20,14 +20,13 @@ from adclr.collection import open_source
 from adclr.config import Count, Device, Ratio, Section, Share, UserError
 from adclr.decode import Unreadable
 from adclr.devices import choose
-from adclr.draws import Draws, key_of
+from adclr.draws import key_of
 from adclr.looking import Box, Floats, Seen
 from adclr.pictures import Bar, Cell
 from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Side
 from adclr.sources import SUFFIXES, Files, Source
-from adclr.views import crop_boxes
 from adclr.weights import Weights, load_weights
 
 ON_SHEET = 24  # images at most on the sheet of all
@@ -260,11 +259,7 @@ def query_boxes(seen: Seen, settings: Queries) -> list[Box]:
                 f"box={list(settings.box)} is empty; write left, top, right, bottom, such as [0.2,0.2,0.5,0.5]"
             )
         return [settings.box]
-    height, width = seen.pixels.shape[1:]
-    draws = Draws(settings.seed, 0, np.array([key_of(seen.name)], np.uint64))
-    sizes = np.array([[height, width]])
-    (drawn,) = crop_boxes(draws, "query", settings.num_queries, sizes, settings.scale, (3 / 4, 4 / 3))
-    return [(x / width, y / height, (x + w) / width, (y + h) / height) for y, x, h, w in drawn.tolist()]
+    return looking.drawn_boxes(seen, key_of(seen.name), settings.num_queries, settings.scale, settings.seed)
 
 
 def across(weights: Weights, seen: Sequence[Seen], boxes: Sequence[Box], block: int = -1) -> Image.Image:
