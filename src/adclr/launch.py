@@ -30,6 +30,7 @@ FREE = (
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
     "train.loggers",
+    "train.report",
     "probe.data",
     "probe.every_epochs",
     "probe.k",
