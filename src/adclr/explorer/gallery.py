@@ -13,14 +13,14 @@ import numpy as np
 
 from adclr import pictures
 from adclr.decode import Pixels, Unreadable
-from adclr.explorer.library import GIB, TOGETHER, Library
+from adclr.explorer.library import GIB, Library
 from adclr.looking import Grid, Seen
 from adclr.progress import Line
 from adclr.sources import ImageFolder, Source
 
 SIDE = 512  # pixels, the longer side of an image on the page
 QUALITY = 88
-AHEAD = 2 * TOGETHER  # images that are decoded while others are read
+AHEAD = 32  # images that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Gallery:
                     )
                     break
                 waiting.setdefault(grids, []).append((found, seen))
-                if len(waiting[grids]) == TOGETHER:
+                if len(waiting[grids]) == self.libraries[0].together:
                     self._shelve(grids, waiting.pop(grids))
             for grids, held in waiting.items():
                 self._shelve(grids, held)

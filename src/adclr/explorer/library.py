@@ -18,7 +18,8 @@ from adclr.looking import Box, Floats, Grid, Seen
 from adclr.vit import Memory, VisionTransformer
 from adclr.weights import Weights
 
-TOGETHER = 16  # images of one shape that are read, and later asked, at once: what is in use stays in the cache
+# images of one shape that are read, and later asked, at once: few enough for the cache of a CPU, many enough for a GPU
+TOGETHER = {"cpu": 16, "cuda": 64}
 GIB = 2**30
 
 
@@ -86,6 +87,10 @@ class Library:
     @property
     def vit(self) -> VisionTransformer:
         return self.weights.vit
+
+    @property
+    def together(self) -> int:
+        return TOGETHER[self.vit.pos_embed.device.type]
 
     def see(self, name: str, pixels: Pixels) -> Seen:
         return looking.see(name, pixels, self.size, self.vit.patch_size)
