@@ -6,6 +6,7 @@ photographed by Chromium where there is one.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -61,7 +62,9 @@ def photograph(chromium: str) -> None:
     with (
         sync_playwright() as browsers,
         subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, cwd=ROOT) as explorer,
+        contextlib.ExitStack() as stack,
     ):
+        stack.callback(explorer.send_signal, signal.SIGINT)
         browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 2100})
         page.goto((ROOT / DEMO / "run/report.html").as_uri())
@@ -77,7 +80,6 @@ def photograph(chromium: str) -> None:
         page.wait_for_selector("body[data-pointed]")
         page.screenshot(path=ROOT / DRAWN / "explorer.png")
         browser.close()
-        explorer.send_signal(signal.SIGINT)
     for name in ("report", "explorer"):
         keep(DRAWN / f"{name}.png", name)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import launch, scenes, training
+from adclr import explorer, launch, scenes, training
+from adclr.explorer.gallery import Gallery
+from adclr.explorer.library import Library
+from adclr.sources import ImageFolder
+from adclr.weights import load_weights
 from tiny import TINY
+
+uvicorn = pytest.importorskip("uvicorn", reason="the extra explore is not installed")
+server = pytest.importorskip("adclr.explorer.server", reason="the extra explore is not installed")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -96,8 +104,8 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-def visit(browser: Any, address: str, width: int = 1280, **options: Any) -> Any:
-    """A page on which all images were read; whatever goes wrong on it is an error."""
+def visit(browser: Any, address: str, width: int = 1280, finished: str = "true", **options: Any) -> Any:
+    """A page on which all images were read, or some; whatever goes wrong on it is an error."""
     context = browser.new_context(viewport={"width": width, "height": 900}, **options)
     page = context.new_page()
     page.errors = []
@@ -105,7 +113,7 @@ def visit(browser: Any, address: str, width: int = 1280, **options: Any) -> Any:
     page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
     page.on("dialog", lambda dialog: page.errors.append("a dialog"))
     page.goto(address)
-    page.wait_for_selector("body[data-busy=false][data-finished=true]", timeout=WAIT)
+    page.wait_for_selector(f"body[data-busy=false][data-finished={finished}]", timeout=WAIT)
     return page
 
 
@@ -295,6 +303,34 @@ def test_it_fits_into_a_hand_and_takes_touches(browser: Any, two: str, scheme: s
     for control in page.locator("button:visible, select:visible").all()[:8]:
         assert control.bounding_box()["height"] >= 24
     assert page.errors == []
+
+
+@needs_chromium
+def test_the_page_can_be_used_while_images_are_read(browser: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Library.read
+
+    def slow(self: Library, *given: Any) -> None:
+        time.sleep(0.7)
+        read(self, *given)
+
+    monkeypatch.setattr(Library, "read", slow)
+    monkeypatch.setattr(Library, "together", 2)
+    gallery = Gallery(ImageFolder(place / "photos"), [Library("x", load_weights(place / "net0"), 32)], None, 1.0)
+    program = uvicorn.Server(uvicorn.Config(server.build(gallery, None), log_level="warning", lifespan="on"))
+    listening = explorer._listen("127.0.0.1", 0)
+    thread = threading.Thread(target=program.run, args=([listening],), daemon=True)
+    thread.start()
+    page = visit(browser, f"http://127.0.0.1:{listening.getsockname()[1]}/#image=07.png", finished="false")
+    assert 0 < len(names(page)) < 12
+    assert "reading" in page.locator("#progress").inner_text()
+    drag(page, (0.1, 0.1), (0.5, 0.5))
+    page.wait_for_selector("body[data-finished=true]", timeout=WAIT)
+    page.wait_for_selector("body[data-busy=false]", timeout=WAIT)
+    assert len(names(page)) == 12
+    assert page.locator("#name").inner_text() == names(page)[0] == "07.png"  # the link's, though it came late
+    assert page.errors == []
+    program.should_exit = True
+    thread.join(timeout=20)
 
 
 @needs_chromium

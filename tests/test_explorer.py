@@ -183,6 +183,8 @@ def test_answers_are_of_every_image_and_come_quickly(client: TestClient) -> None
         assert len(client.get(f"/api/cls?model={model}&head=1&block=0").json()["peaks"]) == 4
         similar = client.get(f"/api/similar?model={model}&image=0&row=1&column=1").json()
         assert len(base64.b64decode(similar["maps"])) == sizes[found["ids"].index(0)]
+        few = client.get("/api/query", params={"model": model, "image": 0, "box": "0,0,1,1", "known": 2}).json()
+        assert len(few["ids"]) == 2  # a page that does not know of the others could not make sense of their maps
     with Image.open(io.BytesIO(client.get("/image/1.jpg").content)) as picture:
         assert picture.format == "JPEG"
 

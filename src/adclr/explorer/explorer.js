@@ -22,7 +22,7 @@ async function ask(what, words) {
 const chosen = () => Math.max(0, images.findIndex((image) => image.name === state.image));
 
 function viewed(model) {
-  const { depth, heads } = models[model], words = { model, temperature: state.temperature };
+  const { depth, heads } = models[model], words = { model, known: images.length, temperature: state.temperature };
   if (state.block !== null) words.block = Math.min(state.block, depth - 1);
   if (state.head !== "mean" && state.head < heads) words.head = state.head;
   return words;
@@ -381,9 +381,9 @@ async function follow() {
     controls();
     clearPatch();
   }
-  if (loaded.length) await query();
   if (!found.finished) setTimeout(() => run(follow), 500);
   else if (!images.length) document.body.dataset.busy = "false";
+  if (loaded.length) await query();
   document.body.dataset.finished = String(found.finished);
 }
 

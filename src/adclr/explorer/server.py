@@ -71,9 +71,14 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
             "note": gallery.note,
         }
 
+    def known(asked: QueryParams) -> int:
+        """How many images the page knows of: while they are read, there may be more here already."""
+        return _whole(asked, "known", 0, 10**9 - 1, 10**9 - 1)
+
     def query(asked: QueryParams) -> dict[str, Any]:
         library, started = model(asked), time.perf_counter()
         found = library.query(image(asked), _box(asked), **view(asked, library))
+        found = [one for one in found if one.id < known(asked)]
         return {
             "ids": [one.id for one in found],
             **_attention([one.attention for one in found]),
@@ -86,11 +91,11 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
 
     def cls(asked: QueryParams) -> dict[str, Any]:
         library = model(asked)
-        found = list(library.cls(**view(asked, library)))
+        found = [one for one in library.cls(**view(asked, library)) if one[0] < known(asked)]
         return {"ids": [id_ for id_, _ in found], **_attention([values for _, values in found])}
 
     def components(asked: QueryParams) -> dict[str, Any]:
-        found = list(model(asked).components())
+        found = [one for one in model(asked).components() if one[0] < known(asked)]
         return {"ids": [id_ for id_, _ in found], "maps": _packed(values for _, values in found)}
 
     def similar(asked: QueryParams) -> dict[str, Any]:
