@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr import distributed, optim
 from adclr.augment import Views
+from adclr.augment.transfer import send
 from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.recorded import Recorded
@@ -49,7 +51,7 @@ class Step:
     def __call__(self, views: Iterable[Views], values: optim.Values) -> tuple[Tensor, Tensor]:
         """The losses in the order of `method.Losses`, mean over the micro-batches, and whether the step was good."""
         if not self.record:
-            return self._take(views, values, values.freeze_last_layer)
+            return self._take(views, self._told(values), values.freeze_last_layer)
         (made,) = views
         frozen = values.freeze_last_layer
         if frozen not in self.recorded:
@@ -66,9 +68,15 @@ class Step:
                 self.method.forget()
                 reason = " ".join(str(error).split())[:200]
                 print(f"the step could not be recorded as a CUDA graph, so it is slower ({reason})", file=sys.stderr)
-                return self._take([made], values, frozen)
+                return self._take([made], self._told(values), frozen)
         losses, ok = self.recorded[frozen](made, values.numbers)
         return losses, ok
+
+    def _told(self, values: optim.Values) -> optim.Values | Tensor:
+        """A GPU is told the numbers whether it is recorded or not, so that they are rounded alike: to the bit."""
+        if self.device.type != "cuda":
+            return values
+        return send(np.array(values.numbers, np.float32), self.device)
 
     def _take(
         self, views: Iterable[Views], values: optim.Values | Tensor, freeze_last_layer: bool

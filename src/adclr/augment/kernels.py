@@ -30,7 +30,7 @@ ENTRY = 7
 # 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
 # Of the resizing: outputs, columns and source pixels of a program's matrix product; of all else: pixels at once.
-TILE, COLUMNS, DEPTH, PIXELS = 32, 64, 32, 1024
+TILE, COLUMNS, DEPTH, PIXELS = 32, 128, 32, 1024
 WARPS, STAGES = 4, 1  # of the resizing
 HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
 
