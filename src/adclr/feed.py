@@ -35,8 +35,8 @@ AHEAD = 3
 # Images a thread takes at a time. 16 threads read 3 600 files/s one by one; in eights, and with fewer system calls for
 # each, 17 000 and 30 000 (two other runs on the same kind of machine).
 TOGETHER = 8
-# Threads that put batches together: while one waits for the GPU, which decodes 256 files in 18 ms when idle and in 110 ms
-# beside a step of 100 ms, the other plans. Two gave 87.3 % of the speed of a constant batch, one 83.4 % (ViT-S/16, H200).
+# Threads that put batches together: while one waits for the GPU, which decodes 256 files in 18 ms when idle and in 110
+# beside a step, the other plans. Two gave 87.3 % of the speed of a constant batch, one 83.4 % (ViT-S/16, H200).
 ASSEMBLERS = 2
 # The thread that launches a step's thousands of operations can lose Python's lock to a decoder at each. Asking for
 # it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
