@@ -211,8 +211,8 @@ def shape(named: Named, said: set[str], path: str) -> dict[str, Any]:
                 f"the number of heads of {path} cannot be told from its width {dim}; "
                 'write {"architecture": {"num_heads": H}} into a .json of the same name beside it'
             )
-    if "input_size" not in said and "pos_embed" in state:
-        side = math.isqrt(max(1, _count(named, path, None)[1]))
+    if "input_size" not in said:
+        side = math.isqrt(_count(named, path, None)[1]) if "pos_embed" in state else 14
         found["input_size"] = (side * patch_size, side * patch_size)
     return found
 

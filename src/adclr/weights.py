@@ -117,9 +117,13 @@ def create_backbone(name: str, **options: Any) -> VisionTransformer:
 
 
 def save_backbone(folder: Path, state: Mapping[str, Tensor], settings: Settings) -> None:
+    write_backbone(folder, state, describe(settings))
+
+
+def write_backbone(folder: Path, state: Mapping[str, Tensor], description: Description) -> None:
     """backbone.safetensors and backbone.json; the mask token stays behind, nothing but pretraining needs it."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.items() if name != "mask_token"}
-    write_json(folder / "backbone.json", describe(settings).model_dump(mode="json"))
+    write_json(folder / "backbone.json", description.model_dump(mode="json"))
     write_atomically(folder / "backbone.safetensors", save(tensors))
 
 
@@ -225,7 +229,7 @@ def _assumed(layout: layouts.Layout, vit: VisionTransformer, known: set[str], sa
     """What the tensors do not show, and nothing beside them says."""
     found = []
     if "num_heads" not in known:
-        found.append(f"{vit.num_heads} heads, by the width of {vit.dim}")
+        found.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
     if "mean" not in said and layout.name == "timm":
         found.append("mean and deviation of ImageNet, for nothing says others")
     if "position_resampling" not in known:
