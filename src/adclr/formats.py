@@ -1,4 +1,4 @@
-"""The files of each format of `export`, and how the program that they are for reads them."""
+"""The files of each format of `exporting`, and how the program that they are for reads them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) ->
         state[ours], origin[ours] = tensors[full], (full,)
     _join_qkv(state, origin)
     layout = _layout(anchor, set(inside), state, hints)
-    if "reg_token" in state and state["reg_token"].shape[1:2] == (0,):  # a layout with registers, a ViT without
+    if "reg_token" in state and state["reg_token"].shape[:2] == (1, 0):  # a layout with registers, a ViT without
         del state["reg_token"]
         left += origin.pop("reg_token")
     unknown = [key for key in state if not _ours(key)]
@@ -137,12 +137,13 @@ def _beginning(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
         for anchor in (PLAIN_ANCHOR, HF_ANCHOR)
         if key == anchor or key.endswith("." + anchor)
     ]
-    if len(found) > 1:  # a model that holds student and teacher
-        found = [(prefix, anchor) for prefix, anchor in found if "teacher" in prefix]
-    if len(found) != 1:
-        what = f"no {PLAIN_ANCHOR}" if not found else f"several {PLAIN_ANCHOR}"
+    # of a model that holds student and teacher
+    teachers = [(prefix, anchor) for prefix, anchor in found if "teacher" in prefix]
+    chosen = teachers if len(found) > 1 else found
+    if len(chosen) != 1:
+        what = f"several {PLAIN_ANCHOR}" if found else f"no {PLAIN_ANCHOR}"
         raise UserError(f"{path} holds {what}, so it is not the state of one ViT; docs/weights.md lists what is taken")
-    return found[0]
+    return chosen[0]
 
 
 def _join_qkv(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> None:

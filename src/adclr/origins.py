@@ -190,7 +190,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         tensors |= read_tensors(folder / name)
-    return tensors
+    return _state(tensors, "", str(folder))[0]
 
 
 def from_timm(name: str) -> Given:

@@ -47,7 +47,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def read_torch(path: Path) -> Any:
     """A torch file: tensors, plain containers, and the argparse.Namespace that DINO's files hold; no other type."""
-    _check_archive(path)
+    try:
+        _check_archive(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # what other packages have allowed in this process is not allowed here
     try:
@@ -63,13 +66,14 @@ def read_torch(path: Path) -> Any:
 
 def _check_archive(path: Path) -> None:
     """torch does not compress: an entry that unpacks to more than it takes in the file is not torch's."""
-    if not zipfile.is_zipfile(path):
-        return
+    with open(path, "rb") as file:
+        if file.read(4) != ZIP:
+            return
     try:
         with zipfile.ZipFile(path) as archive:
             honest = all(entry.file_size == entry.compress_size for entry in archive.infolist())
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise UserError(f"{path} is not a whole torch file ({error}); restore it or use another") from None
+    except (ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
+        raise _refused(path, "") from None
     if not honest:
         raise UserError(f"{path} is compressed, which torch's own files are not; restore it or use another")
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import adclr as package
-from adclr import export as room
+from adclr import exporting as room
 from adclr.config import UserError
 from adclr.evals.features import prepare
-from adclr.export import export
+from adclr.exporting import export
 from adclr.portable import resampling
 from adclr.vit import PositionResampling, VisionTransformer
 from adclr.weights import Description, architecture_of, load_weights, write_backbone
