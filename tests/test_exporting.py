@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from adclr.portable import resampling
 from adclr.vit import PositionResampling, VisionTransformer
 from adclr.weights import Description, architecture_of, load_weights, write_backbone
 from foreign import backbone, state_of
+from test_cli import refused
+from tiny import TINY, Adclr, words
 
 SIZES = ((32, 32), (48, 24), (16, 72))
 KINDS: dict[str, dict[str, Any]] = {
@@ -237,3 +240,69 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "not tried: timm" in (export(run, "timm", tmp_path / "untried") / "README.md").read_text()
+
+
+def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "my_run", tmp_path / "out"
+    assert adclr("pretrain", images / "train", "--out", run, *words(TINY)).returncode == 0
+    scored = adclr("evaluate", "knn", "--weights", run, "--data", images)
+    assert scored.returncode == 0, scored.stderr
+    (evaluation,) = run.glob("evals/knn/*.json")
+    score = json.loads(evaluation.read_text())["scores"]["knn_top1"]
+    done = adclr("export", run, "--to", "timm", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "gives the same outputs" in done.stdout
+    card = (out / "README.md").read_text()
+    for fact in (
+        "library_name: timm",
+        "# ViT-2x16/4, my_run",
+        "trained without labels by ADCLR;",
+        "| images | 32 |",
+        "| steps | 8 |",
+        "| epochs | 2 |",
+        "| views.num_queries | 2 |",
+        "| data.path | train |",
+        f"| knn | {images.name} | knn_top1 | {score:.2f} |",
+        f"| torch | {version('torch')} |",
+        "| values | 0 to 1, minus [0.485, 0.456, 0.406], over [0.229, 0.224, 0.225] |",
+    ):
+        assert fact in card, fact
+    for path in (out / "README.md", out / "config.json", out / "export.json"):
+        assert str(tmp_path) not in path.read_text()
+        assert str(images) not in path.read_text()
+    facts = json.loads((out / "export.json").read_text())
+    assert facts["weights"]["layout"] == "ADCLR"
+    assert facts["provenance"]["adclr"] == package.__version__
+    refused(adclr("export", run, "--to", "timm", "--out", out), "is there already")
+    refused(adclr("export", run, "--to", "tflite", "--out", tmp_path / "b"), "there is no export to 'tflite'")
+    refused(adclr("export", run, "--to", "timm", "--out", tmp_path / "b", "epochs=3"), "takes no settings")
+    refused(adclr("export", run, "--to", "timm"), "the following arguments are required: --out")
+    # an unfinished run: its latest teacher
+    (run / "backbone.safetensors").unlink()
+    (run / "results.json").unlink()
+    again = export(run, "safetensors", tmp_path / "unfinished")
+    assert "| steps | 8, unfinished |" in (again / "README.md").read_text()
+
+
+def test_weights_of_others_are_scored_and_exported(adclr: Adclr, images: Path, tmp_path: Path) -> None:
+    state = state_of(backbone())
+    torch.save({"teacher": {f"backbone.{name}": tensor for name, tensor in state.items()}}, tmp_path / "their.pth")
+    torch.save({name: tensor for name, tensor in state.items() if name != "norm.bias"}, tmp_path / "part.pth")
+    out = tmp_path / "out"
+    whole = adclr("evaluate", "knn", "--weights", tmp_path / "their.pth", "--data", images, "k=3")
+    assert whole.returncode == 0, whole.stderr
+    assert "their.pth: DINO, teacher, 42 tensors taken, 0 left" in whole.stderr
+    command = ["evaluate", "knn", "--weights", tmp_path / "part.pth", "--data", images, "k=3"]
+    refused(adclr(*command), "lacks norm.bias; use weights that cover the backbone, or say --partial")
+    part = adclr(*command, "--partial")
+    assert part.returncode == 0, part.stderr
+    assert "missing: norm.* (1), drawn anew" in part.stderr
+    assert len(list((tmp_path / "evals" / "knn").glob("*.json"))) == 2  # one for each of the two
+    refused(adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out), "or say --partial")
+    assert not out.exists()
+    done = adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out, "--partial", "--input-size", 48)
+    assert done.returncode == 0, done.stderr
+    card = (out / "README.md").read_text()
+    assert "part.pth: timm, 41 tensors taken, 0 left" in card
+    assert "4x4 to 6x6 patches" in card
+    assert str(tmp_path) not in card

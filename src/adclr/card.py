@@ -103,7 +103,7 @@ def _training(run: Run, settings: Settings) -> dict[str, object]:
     rows = {
         "recipe": settings.recipe,
         "images": last.get("images"),
-        "collection": f"{_name(settings.data.path)}, {last.get('collection')}",
+        "collection": f"{last_part(settings.data.path)}, {last.get('collection')}",
         "epochs": settings.train.epochs,
         "steps": steps or f"{run.steps()[-1] if run.steps() else 0}, unfinished",
         "batch": settings.train.batch_size,
@@ -129,7 +129,7 @@ def _settings(settings: Settings) -> str:
     """Those that are not the defaults."""
     plain = config.flatten(Settings().model_dump(mode="json"))
     changed = {
-        name: _name(value) if name in ("data.path", "probe.data") and value else value
+        name: last_part(value) if name in ("data.path", "probe.data") and value else value
         for name, value in config.flatten(settings.model_dump(mode="json")).items()
         if value != plain[name]
     }
@@ -146,7 +146,7 @@ def _scores(run: Run) -> list[str]:
             continue
         scores = found.get("scores") if isinstance(found, dict) else None
         settings = found.get("settings") if isinstance(found, dict) else None
-        data = _name(str(settings.get("data", ""))) if isinstance(settings, dict) else ""
+        data = last_part(str(settings.get("data", ""))) if isinstance(settings, dict) else ""
         for name, value in config.flatten(scores).items() if isinstance(scores, dict) else ():
             if isinstance(value, int | float) and not name.startswith("num_"):
                 rows.append(f"| {_cell(path.parent.name)} | {_cell(data)} | {_cell(name)} | {value:.2f} |")
@@ -156,10 +156,10 @@ def _scores(run: Run) -> list[str]:
 def _without_path(weights: Weights) -> list[str]:
     assert weights.report is not None
     source = weights.report.source
-    return [line.replace(source, _name(source)) for line in weights.report.lines()]
+    return [line.replace(source, last_part(source)) for line in weights.report.lines()]
 
 
-def _name(path: str) -> str:
+def last_part(path: str) -> str:
     return os.path.basename(path.rstrip("/")) or path
 
 

@@ -48,9 +48,11 @@ def export(
         checked = check(found.vit, made)
         text = card.write(found, card.find_run(str(weights)), made.library, made.usage, made.notes, checked)
         (temporary / "README.md").write_text(text, encoding="utf-8")
-        facts = {"format": to, "checked": checked, "notes": made.notes, "provenance": provenance()}
-        report = found.report.as_json() if found.report else None
-        write_json(temporary / "export.json", facts | {"weights": report})
+        # as in the card, no path of this machine
+        made_by = {name: value for name, value in provenance().items() if name != "command"}
+        report = found.report.as_json() | {"source": card.last_part(found.report.source)} if found.report else None
+        facts = {"format": to, "checked": checked, "notes": made.notes, "weights": report, "provenance": made_by}
+        write_json(temporary / "export.json", facts)
         for path in temporary.iterdir():
             _sync(path)
         os.rename(temporary, place)
