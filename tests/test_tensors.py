@@ -160,6 +160,10 @@ def test_claims_take_no_memory(tmp_path: Path) -> None:
         (tmp_path / "b.pth").write_bytes(saved(state | {name: value}))
         with pytest.raises(UserError, match=match):
             load_weights(tmp_path / "b.pth")
+    names = {f"blocks.{i}.norm1.weight": torch.zeros(1) for i in range(1000)}
+    torch.save(names | {"patch_embed.proj.weight": torch.zeros(16384, 3, 1, 1)}, tmp_path / "d.pth")
+    with pytest.raises(UserError, match="covers less than a hundredth of the backbone"):
+        load_weights(tmp_path / "d.pth", partial=True)  # of 13 TB
     with zipfile.ZipFile(io.BytesIO(saved(state))) as old, zipfile.ZipFile(tmp_path / "c.pth", "w") as new:
         for entry in old.infolist():  # a bomb: what unpacks to more than it takes
             new.writestr(entry.filename, bytes(2**22) + old.read(entry), zipfile.ZIP_DEFLATED)
@@ -191,7 +195,7 @@ def test_tensors_of_any_other_shape_are_refused(make: Callable[[], dict[str, tor
     for name in [
         name for name in state if name != "mask_token" and (not name.startswith("blocks.") or name.startswith(blocks))
     ]:
-        for shape in ((), (0,), (3,), (1, 1), (2, 0, 64), (1, 2, 3, 4, 5), (64, 64, 64)):
+        for shape in ((), (3,), (2, 0, 64), (1, 2, 3, 4, 5)):
             torch.save(state | {name: torch.zeros(shape)}, tmp_path / "a.pth")
             assert "a.pth" in refusal(tmp_path / "a.pth")
 
@@ -211,6 +215,7 @@ def test_other_things_are_no_weights(tmp_path: Path) -> None:
         ({"a\nb": torch.zeros(3)}, "whose name cannot be read"),
         ({"a" * 10**5: torch.zeros(3)}, "whose name cannot be read"),
         ({"patch_embed.proj.weight": torch.zeros(64, 3, 8, 4)}, "not that of square patches"),
+        (state_of(backbone(num_channels=1)), "images of 1 channels, and nothing says their mean and deviation; write"),
         (
             {"patch_embed.proj.weight": torch.zeros(64, 3, 8, 8), "blocks.999999999.norm1.weight": torch.zeros(1)},
             "lacks",

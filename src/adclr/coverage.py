@@ -73,8 +73,11 @@ def cover(
     """The names that are missing or of another shape: none, or the weights are refused unless `partial`."""
     missing = tuple(name for name in wanted if name not in found or wanted[name].shape != found[name].shape)
     if partial:
-        if len(missing) == len(wanted):
-            raise UserError(f"{path} covers nothing of the backbone, not even a part; use other weights")
+        # memory for a backbone that is named but is not there, whatever its claimed size, is not taken
+        if 100 * sum(t.numel() for n, t in wanted.items() if n not in missing) < sum(
+            t.numel() for t in wanted.values()
+        ):
+            raise UserError(f"{path} covers less than a hundredth of the backbone; use other weights")
         return missing
     problem = difference(wanted, found)
     if unknown:

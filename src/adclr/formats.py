@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from adclr import portable
 from adclr.config import UserError
-from adclr.runs import write_json
+from adclr.runs import write_atomically, write_json
 from adclr.settings import VIT_SIZES
 from adclr.vit import VisionTransformer
 from adclr.weights import Description, Weights, architecture_of, load_weights, write_backbone
@@ -36,6 +36,11 @@ class Made:
 
 def _state(vit: VisionTransformer) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in vit.state_dict().items()}
+
+
+def _write(path: Path, state: dict[str, Tensor]) -> None:
+    """Not by safetensors' own `save_file`, whose files nobody else may read."""
+    write_atomically(path, save(state, metadata={"format": "pt"}))
 
 
 def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...]) -> tuple[str, ...]:
@@ -97,7 +102,7 @@ def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
 def _timm(weights: Weights, folder: Path) -> Made:
     vit = weights.vit
     name, arguments = timm_arguments(vit)
-    save_file(_state(vit), folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder / "model.safetensors", _state(vit))
     odd_norm = vit.norm_eps != 1e-6
     if not odd_norm:  # which timm's config.json cannot say
         shown: dict[str, Any] = {
@@ -207,7 +212,7 @@ def _huggingface(weights: Weights, folder: Path) -> Made:
         "use_swiglu_ffn": False,
         "dtype": "float32",
     }
-    save_file(huggingface_state(vit), folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder / "model.safetensors", huggingface_state(vit))
     write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
     notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
     pictures = vit.num_channels == 3 and weights.max_value is None

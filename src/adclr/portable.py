@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def check_installed() -> None:
 
 
 def write(vit: VisionTransformer, path: Path) -> None:
-    """An .onnx file; input `images`, outputs `cls` and `patches`. 10 s for a ViT-S on 2 cores."""
+    """An .onnx file; input `images`, outputs `cls` and `patches`. Under a minute for a ViT-S on 2 cores."""
     patch, dim = vit.patch_size, torch.export.Dim
     most = 65536 // patch
     example = torch.zeros(2, vit.num_channels, 3 * patch, 5 * patch)  # a size that is not stored, nor square
@@ -127,7 +128,7 @@ def _forget_paths(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def _quiet() -> Iterator[None]:
     """The exporter tells of its own progress and of what it deprecates; an export that fails still says why."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

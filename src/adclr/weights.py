@@ -170,7 +170,9 @@ def _find(weights: str | Path) -> tuple[Given, bool]:
     described = path.with_suffix(".json")
     if path.name == "backbone.safetensors" and not described.exists():
         raise UserError(f"{described} is missing; it lies beside {path.name} and says what the weights are")
-    return origins.from_file(path, branch), path.suffix == ".safetensors" and described.exists()
+    given = origins.from_file(path, branch)
+    shape = given.said.get("architecture")
+    return given, isinstance(shape, dict) and Architecture.model_fields.keys() - {"norm_eps"} <= shape.keys()
 
 
 def _find_in_run(path: Path) -> Given:
@@ -198,6 +200,11 @@ def _assemble(given: Given, ours: bool, partial: bool) -> Weights:
         raise UserError(f"what is said of {path} does not fit: {error}") from None
     except ValueError as error:
         raise UserError(f"the description of {path} is of no possible backbone: {error}; restore it") from None
+    if vit.num_channels != 3 and not {"mean", "std"} <= said.keys():
+        raise UserError(
+            f"{path} takes images of {vit.num_channels} channels, and nothing says their mean and deviation; "
+            "write both into a .json of the same name beside it"
+        )
     if not len(description.mean) == len(description.std) == vit.num_channels:
         raise UserError(f"the description of {path} has another number of means than of channels; restore it")
     named = layouts.place(named, vit.grid, path)
