@@ -157,7 +157,8 @@ def test_a_run_is_made_resumed_compared_and_scored(adclr: Adclr, images: Path, t
     assert {"knn_top1", "knn_top1_k3", "knn_top1_k5", "knn_top5_k3"} <= set(written["scores"])
     assert 0 <= written["scores"]["knn_top1"] <= 100
     refused(
-        adclr("evaluate", "knn", "--weights", out / "settings.yaml", "--data", images), "is not a .safetensors file"
+        adclr("evaluate", "knn", "--weights", out / "settings.yaml", "--data", images),
+        "is neither a safetensors nor a torch file",
     )
     (out / "settings.yaml").write_text("train: [")
     refused(adclr(*command), "is not readable as YAML")

@@ -127,13 +127,14 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
         else:
             assert line == "pip install ."  # tested with the wheel above
             continue
-        if "--out" in parts and "doctor" not in parts:
+        if "--out" in parts and not {"doctor", "export"} & set(parts):
             parts += tiny_words
         run(*parts, cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}
     for name in ("photos", "mine", "probed", "many"):
         assert (place / "runs" / name / "backbone.safetensors").exists()
     assert list((place / "runs/photos/evals/knn").glob("labelled-*.json"))
+    assert (place / "exports/photos/README.md").exists()
 
 
 def test_the_python_of_the_readme_works(place: Path) -> None:

@@ -12,18 +12,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from adclr.evals import evaluate
+    from adclr.exporting import export
     from adclr.method import ADCLR
     from adclr.training import pretrain
     from adclr.vit import VisionTransformer
     from adclr.weights import create_backbone, load
 
-__all__ = ["ADCLR", "VisionTransformer", "__version__", "create_backbone", "evaluate", "load", "pretrain"]
+__all__ = ["ADCLR", "VisionTransformer", "__version__", "create_backbone", "evaluate", "export", "load", "pretrain"]
 
 _HOME = {
     "ADCLR": "adclr.method",
     "VisionTransformer": "adclr.vit",
     "create_backbone": "adclr.weights",
     "evaluate": "adclr.evals",
+    "export": "adclr.exporting",
     "load": "adclr.weights",
     "pretrain": "adclr.training",
 }

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from adclr.config import UserError
+from adclr.coverage import fit
 from adclr.method import ADCLR
 from adclr.runs import Run, read_json, sync_directory, write_json
-from adclr.weights import fit, read_tensors
+from adclr.tensors import read_tensors
 
 
 @dataclass(frozen=True)

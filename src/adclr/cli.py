@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from adclr import __version__
 
+W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
+PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
 
 
@@ -76,7 +78,8 @@ def parser() -> Parser:
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
     evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
-    evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
+    evaluate.add_argument("--weights", metavar="W", help=W)
+    evaluate.add_argument("--partial", action="store_true", help=PARTIAL)
     evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
@@ -97,8 +100,15 @@ def parser() -> Parser:
     plan.add_argument("--out", metavar="RUN", help="where the run would go; is there room?")
     plan.add_argument("--json", metavar="FILE", help="write the plan there too")
     plan.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
+    export = commands.add_parser("export", help="weights for timm, Hugging Face, ONNX, or as safetensors")
+    export.add_argument("weights", metavar="W", help=W)
+    export.add_argument("--to", required=True, metavar="FORMAT", help="timm, huggingface, onnx or safetensors")
+    export.add_argument("--out", required=True, metavar="DIR", help="the folder that is made, with a model card")
+    export.add_argument("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
+    export.add_argument("--partial", action="store_true", help=PARTIAL)
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
-    main.set_defaults(parsers=parsers)
+    main.set_defaults(parsers=parsers | {"export": export})
     return main
 
 
@@ -129,7 +139,7 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
-        commands[options.command](options, words)
+        (commands | {"export": _export})[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -197,6 +207,8 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
     for key in ("weights", "data"):
         if getattr(options, key):
             values[key] = getattr(options, key)
+    if options.partial:
+        values["partial"] = True
     chosen = evals.module(options.name)
     settings = config.build(chosen.Settings, values)
     from adclr.runs import check_writable, provenance, write_json
@@ -213,9 +225,13 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def _score_file(name: str, settings: Any) -> Path:
-    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart."""
+    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart.
+
+    A run's own weights are not in the hash, so that a run can be moved; the many that may lie in one folder are.
+    """
     weights, data = Path(settings.weights), os.path.abspath(settings.data)
-    told = settings.model_copy(update={"weights": "", "data": data}).model_dump_json()
+    own = os.path.isdir(weights) or weights.name == "backbone.safetensors"
+    told = settings.model_copy(update={"weights": "" if own else weights.name, "data": data}).model_dump_json()
     file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
     return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
 
@@ -247,6 +263,14 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     out, file = (Path(name) if name else None for name in (options.out, options.json))
     values = config.parse_words(words)
     planning.run(options.data, options.images, options.recipe, values, gpu, options.gpus, out, file)
+
+
+def _export(options: argparse.Namespace, words: list[str]) -> None:
+    if words:
+        options.parsers["export"].error(f"an export takes no settings, but was given {words[0]}")
+    from adclr.exporting import export
+
+    export(options.weights, options.to, options.out, options.partial, options.input_size)
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

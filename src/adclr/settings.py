@@ -116,8 +116,8 @@ class Model(Section):
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="what a query attends to; 'all' is the bidirectional ablation"
     )
-    position_resampling: Literal["antialias", "plain"] = Field(
-        "antialias", description="how positions are resampled when the grid differs"
+    position_resampling: Literal["antialias", "plain", "offset"] = Field(
+        "antialias", description="how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
 
     @property

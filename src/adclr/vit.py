@@ -19,7 +19,9 @@ from adclr.attention import Group
 from adclr.blocks import Attention, Block, QueryKeys, RunBlock, again_block, by_group, lean_block, left, run_block
 from adclr.norm import norm
 
-PositionResampling = Literal["antialias", "plain"]
+# All bicubic: with antialiasing, without, or without and for a grid OFFSET larger, as DINO's own code has it.
+PositionResampling = Literal["antialias", "plain", "offset"]
+OFFSET = 0.1  # of a patch
 
 
 class Tokens(NamedTuple):
@@ -74,7 +76,11 @@ def _resampling(
     count = stored[0] * stored[1]
     with torch.no_grad(), torch.inference_mode(False):
         each = torch.eye(count).view(count, 1, *stored)
-        found = F.interpolate(each, size=wanted, mode="bicubic", antialias=how == "antialias")
+        if how == "offset":
+            scale = [(new + OFFSET) / old for new, old in zip(wanted, stored, strict=True)]
+            found = F.interpolate(each, scale_factor=scale, mode="bicubic")
+        else:
+            found = F.interpolate(each, size=wanted, mode="bicubic", antialias=how == "antialias")
         return found.view(count, -1).T.contiguous().to(device)
 
 
@@ -99,6 +105,7 @@ class VisionTransformer(nn.Module):
         position_resampling: PositionResampling = "antialias",
         mask_token: bool = False,
         num_channels: int = 3,
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -107,6 +114,7 @@ class VisionTransformer(nn.Module):
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
         self.num_registers = num_registers
+        self.layer_scale, self.norm_eps = layer_scale, norm_eps
         self.query_keys: QueryKeys = query_keys
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
@@ -119,11 +127,12 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
         self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
         self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale) for _ in range(depth)
+            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale, norm_eps)
+            for _ in range(depth)
         )
         self.drop_path = drop_path  # of the last block, the first has none, linear in between
         self.run_block: RunBlock = run_block  # by `forward_many`
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self._initialise()
 
     def _initialise(self) -> None:

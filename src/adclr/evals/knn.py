@@ -22,7 +22,8 @@ HEADLINE_K = 20
 
 
 class Settings(Section):
-    weights: str = Field("", description="a run directory or backbone.safetensors")
+    weights: str = Field("", description="a run directory, a file or folder of weights, or timm:NAME")
+    partial: bool = Field(False, description="take weights that do not cover the whole backbone")
     data: str = Field("", description="labelled folder: train/ and val/, or one that is split 80/20")
     k: Several[Count] = Field((10, 20, 100, 200), description="numbers of neighbours")
     temperature: Positive = Field(0.07, description="of the votes")
@@ -36,7 +37,7 @@ def run(settings: Settings) -> dict[str, float]:
         raise UserError("knn needs both weights and labelled data; give --weights and --data")
     labelled = open_labelled(settings.data)
     device = choose(settings.device)
-    weights = load_weights(settings.weights)
+    weights = load_weights(settings.weights, settings.partial)
     weights.vit.to(device)
     return score(weights, labelled, settings, device)
 
