@@ -16,6 +16,7 @@ from adclr.cache import Store
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.images import Frame, Images, centre, whole
+from adclr.nvjpeg import GpuDecoder
 from adclr.sources import ImageFolder
 from kernel_device import DEVICE, needs_interpreter
 
@@ -192,3 +193,47 @@ def test_pixels_that_are_kept_are_the_files(folder: Path) -> None:
     kept = collected(Images(source, Decoder(), framing, CPU, 2, store), 8)
     for index, pixels in collected(Images(source, Decoder(), framing, CPU, 2), 8).items():
         assert np.array_equal(pixels, kept[index])
+
+
+@needs_interpreter
+def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JPEGs of all orientations, other files, and JPEGs that turn out to be broken only when they are decoded."""
+    monkeypatch.setattr(images, "TOGETHER", 3 * 40 * 56 * 3)  # three images at once
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(frame_kernels, "ROWS", 128)
+    for number in range(12):
+        exif = Image.Exif()
+        exif[0x0112] = number % 8 + 1
+        picture_ = Image.fromarray(picture(40, 56, number).transpose(1, 2, 0))
+        picture_.save(tmp_path / f"{number:02d}.jpg", exif=exif, quality=95, subsampling=0)
+    Image.fromarray(picture(30, 30).transpose(1, 2, 0)).save(tmp_path / "05a.png")
+    (tmp_path / "05b.png").write_bytes(b"broken")
+    whole_file = (tmp_path / "07.jpg").read_bytes()
+    start = whole_file.index(b"\xff\xda")
+    (tmp_path / "07.jpg").write_bytes(whole_file[:start] + b"\xff\xd9")
+    source, framing = ImageFolder(tmp_path), whole(None, 8, 64)
+    device = torch.device(DEVICE.type, 0) if DEVICE.type == "cuda" else DEVICE
+    found = Images(source, Decoder(), framing, device, 2)
+    found.gpu = GpuDecoder(Decoder(), device)
+    assert found.gpu.take(source.read(8)) is not None
+    assert found.gpu.take((tmp_path / "07.jpg").read_bytes()) is not None
+    (batch,) = found.batches([np.arange(len(source))])
+    assert {source.paths[index] for index in batch.unreadable} == {"05b.png", "07.jpg"}
+    assert [tuple(group.pixels.shape[2:]) for group in batch.groups] == [(40, 56), (56, 40), (32, 32)]
+    seen = []
+    for group in batch.groups:
+        for index, pixels in zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True):
+            image = Decoder()(source.read(index))
+            assert np.abs(pixels.astype(int) - images.resize(image, framing(*image.shape[1:]))).mean() <= 1
+            seen.append(index)
+    assert sorted(seen + list(batch.unreadable)) == list(range(14))
+    store = Store(augment.pack([Decoder()(source.read(index)) for index in seen]).to(device))
+    store.on_gpu = True
+    kept = Images(source, Decoder(), framing, device, 2, store)
+    (batch,) = kept.batches([np.array([3, 0, 5])])
+    for group in batch.groups:
+        for index, pixels in zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True):
+            image = Decoder()(source.read(seen[index]))
+            assert np.abs(pixels.astype(int) - images.resize(image, framing(*image.shape[1:]))).max() <= 1

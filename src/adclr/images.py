@@ -159,9 +159,7 @@ class Images:
         return resize(image, self.framing(*image.shape[1:]))
 
     def _assemble(self, indices: NDArray[np.int64], items: list[Item]) -> Batch:
-        if self.device.type == "cpu":
-            return self._join(indices, items, [])
-        own = stream("decoding", self.device)  # of the GPU's decoder too
+        own = stream("decoding", self.device) if self.device.type == "cuda" else None  # of the GPU's decoder too
         with torch.cuda.stream(own):
             groups: list[Alike] = []
             if self.store is not None and not items:
@@ -169,7 +167,8 @@ class Images:
             elif self.gpu is not None:
                 groups = self._decode(self.gpu, indices, items)
             batch = self._join(indices, items, groups)
-        own.synchronize()  # this thread waits, not the one that launches the network
+        if own is not None:
+            own.synchronize()  # this thread waits, not the one that launches the network
         return batch
 
     def _decode(self, gpu: GpuDecoder, indices: NDArray[np.int64], items: list[Item]) -> list[Alike]:

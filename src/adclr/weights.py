@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,3 +189,14 @@ def fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -
         else:
             continue
         raise UserError(f"{path} is of another architecture: it {problem}; use weights that fit the settings")
+
+
+def fingerprint(weights: Weights) -> str:
+    """A hash of all that decides what these weights make of an image."""
+    vit = weights.vit
+    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling)
+    found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
+    for name, tensor in sorted(vit.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
