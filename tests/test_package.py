@@ -131,7 +131,7 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
             parts += tiny_words
         run(*parts, cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}
-    for name in ("photos", "mine", "probed", "many"):
+    for name in ("photos", "mine", "probed", "further", "many"):
         assert (place / "runs" / name / "backbone.safetensors").exists()
     assert list((place / "runs/photos/evals/knn").glob("labelled-*.json"))
     assert (place / "features.parquet").exists()
