@@ -192,3 +192,14 @@ def test_the_benchmark_of_the_data_path_runs() -> None:
     text = run(sys.executable, ROOT / "benchmarks" / "data.py", *small)
     for stage in ("read + decode", "views, plain", "all, from files", "all, from the cache", "ours over theirs"):
         assert stage in text
+
+
+@pytest.mark.full
+def test_the_benchmark_of_embedding_runs() -> None:
+    small = ("--images", 4, "--side", 64, "--batch", 2, "--repeats", 1, "--times", 2)
+    for dense in ((), ("--dense",)):
+        model = ("--model", "vit_tiny_patch16", "--size", 32)
+        text = run(sys.executable, ROOT / "benchmarks" / "embed.py", *small, *model, *dense)
+        for stage in ("read", "decode", "resize", "forward", "write", "all, from files", "all, from images kept in"):
+            assert stage in text
+        assert text.count("slowest stage from") == 2

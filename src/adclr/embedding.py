@@ -64,6 +64,10 @@ class Settings(Section):
     part_size: Count | None = Field(None, description="images of a part; null: 8192, or patch maps of about 256 MiB")
     batch_size: Count = Field(256, description="images at once")
     num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
+    gpu_decoding: bool = Field(
+        True,
+        description="JPEGs by the decoder that some GPUs have; pixels then differ by about 1 of 255 from the CPU's",
+    )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
@@ -96,7 +100,8 @@ def run(weights: str, images: str, out: Path, dense: bool, settings: Settings) -
         print(f"{out} is finished: {about['rows']} images")
         return about
     with parts.open():
-        reader = Images(source, found.decoder, network.framing, device, settings.num_workers)
+        workers, by_gpu = settings.num_workers, settings.gpu_decoding
+        reader = Images(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
         started = time.monotonic()
         made = fill(parts, reader, network, settings.batch_size)
         seconds = time.monotonic() - started

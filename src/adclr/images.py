@@ -118,10 +118,11 @@ class Images:
         device: torch.device,
         num_workers: int | None = None,
         store: Store | None = None,  # pixels that are there already, of every image
+        gpu_decoding: bool = True,  # where the device can; of colours at half resolution its pixels are other ones
     ) -> None:
         self.source, self.decoder, self.framing, self.device, self.store = source, decoder, framing, device, store
         self.num_workers = cpu_count() if num_workers is None else num_workers
-        on_gpu = device.type == "cuda" and HAS_TRITON
+        on_gpu = device.type == "cuda" and HAS_TRITON and gpu_decoding
         self.gpu = GpuDecoder(decoder, device) if on_gpu and GpuDecoder.suits(device) else None
 
     def batches(self, order: Iterable[NDArray[np.int64]]) -> Generator[Batch, None, None]:

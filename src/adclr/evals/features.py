@@ -48,7 +48,8 @@ def extract(
     std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
     values, kept = [], []
     unreadable: dict[str, str] = {}
-    images = Images(source, weights.decoder, centre(size), device, num_workers)
+    # decoded by the CPU, so that a score is the same on every machine
+    images = Images(source, weights.decoder, centre(size), device, num_workers, gpu_decoding=False)
     order = [np.arange(i, min(i + batch_size, len(source))) for i in range(0, len(source), batch_size)]
     for batch in track(images.batches(order), name, len(order), show):
         unreadable |= {source.paths[index]: reason for index, reason in batch.unreadable.items()}
