@@ -66,7 +66,7 @@ class Settings(Section):
     num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
     gpu_decoding: bool = Field(
         True,
-        description="JPEGs by the decoder that some GPUs have; pixels then differ by about 1 of 255 from the CPU's",
+        description="JPEGs by the decoder that some GPUs have; pixels differ by about 1 of 255 from the CPU's",
     )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
