@@ -26,6 +26,7 @@ from adclr.weights import architecture, fingerprint, load_weights, save_backbone
 from test_training import assert_same_state
 from tiny import TINY, tiny, words
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # all that is not of the model, so that the model is taken from the weights
 FREE = {name: value for name, value in TINY.items() if not name.startswith("model.")}
 STEPS = {"checkpoint_every_steps": 1, "keep_checkpoints": 100}

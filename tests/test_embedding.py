@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from adclr.sources import ImageFolder
 from adclr.weights import Weights, architecture, load_weights, save_backbone
 from tiny import Adclr, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(24, 40), (40, 24), (24, 24), (9, 33), (24, 40), (17, 17), (50, 40)]
 
 
@@ -88,15 +88,6 @@ def maps_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 loaded_once = cache(load_weights)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are so small here that two threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @torch.no_grad()

@@ -129,7 +129,7 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
             continue
         if "--out" in parts and not {"doctor", "embed"} & set(parts):
             parts += tiny_words
-        run(*parts, cwd=place)
+        run(*("size=32" if part == "size=448" else part for part in parts), cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}
     for name in ("photos", "mine", "probed", "further", "many"):
         assert (place / "runs" / name / "backbone.safetensors").exists()
