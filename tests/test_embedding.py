@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 
 import adclr as package
-from adclr import cli, embedding, images
+from adclr import cli, embedding, images, parts
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.embedding import Network
@@ -263,6 +264,28 @@ def test_a_killed_embedding_goes_on(
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
+def test_a_full_disk_is_one_sentence_and_no_loss(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, written = parts._write_safetensors, []
+
+    def full(path: Path, rows: Any) -> Any:
+        written.append(path)
+        if len(written) == 3:
+            path.write_bytes(b"half")
+            raise SafetensorError("No space left on device")
+        return real(path, rows)
+
+    monkeypatch.setattr(parts, "_write_safetensors", full)
+    settings: dict[str, Any] = {"dense": True, "part_size": 4, "batch_size": 4}
+    with pytest.raises(UserError, match=r"part-000002.safetensors cannot be written \(No space left on device\)"):
+        package.embed(weights, photos, out=tmp_path / "maps", **settings)
+    assert not any((tmp_path / "maps").glob(".*.tmp"))
+    package.embed(weights, photos, out=tmp_path / "maps", **settings)
+    assert len(written) == 7  # the third a second time
+    assert list(maps_of(tmp_path / "maps")) == list(ImageFolder(photos).paths)
+
+
 def test_what_is_finished_is_left_alone_and_anything_else_refused(weights: Path, photos: Path, tmp_path: Path) -> None:
     out, maps = tmp_path / "f.parquet", tmp_path / "maps"
     first = package.embed(weights, photos, out=out)
@@ -288,10 +311,10 @@ def test_what_is_finished_is_left_alone_and_anything_else_refused(weights: Path,
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "f.parquet", "parquet", 21, 8192, {"weights": "x"})
-    with parts.open(), pytest.raises(UserError, match="another process is writing"), parts.open():
+    mine = Parts(tmp_path / "f.parquet", "parquet", 21, 8192, {"weights": "x"})
+    with mine.open(), pytest.raises(UserError, match="another process is writing"), mine.open():
         pass
-    assert not parts.folder.exists()  # nothing came of it
+    assert not mine.folder.exists()  # nothing came of it
 
 
 def test_unreadable_images_are_listed_beside(adclr: Adclr, weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from adclr.config import UserError
 from adclr.runs import read_json, sync_directory, write_json
@@ -178,11 +179,15 @@ class Parts:
 def whole_or_not(path: Path, write: Callable[[Path], Any]) -> Any:
     """Writes beside, syncs, renames."""
     temporary = path.with_name(f".{path.name}.tmp")
-    found = write(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    try:
+        found = write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written ({error}); see to it, and the same command goes on") from None
     return found
 
 
