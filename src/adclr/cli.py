@@ -84,6 +84,13 @@ def parser() -> Parser:
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
+    embed = commands.add_parser("embed", help="features of images: a vector for each, or patch maps", add_help=False)
+    embed.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    embed.add_argument("images", nargs="?", metavar="IMAGES", help="folder, .txt list, .tar shards or hf:PATH")
+    embed.add_argument("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
+    embed.add_argument("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
+    embed.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
     doctor = commands.add_parser("doctor", help="what is wrong with a collection of images", add_help=False)
     doctor.add_argument("data", nargs="?", metavar="DATA", help="folder, .txt list, .tar shards or hf:PATH")
     doctor.add_argument("--out", default="runs/doctor", metavar="DIR", help="where the report goes (%(default)s)")
@@ -108,7 +115,7 @@ def parser() -> Parser:
     export.add_argument("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
     export.add_argument("--partial", action="store_true", help=PARTIAL)
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
-    main.set_defaults(parsers=parsers | {"export": export})
+    main.set_defaults(parsers=parsers | {"embed": embed, "export": export})
     return main
 
 
@@ -139,7 +146,7 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
-        (commands | {"export": _export})[options.command](options, words)
+        (commands | {"embed": _embed, "export": _export})[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -152,6 +159,9 @@ def _main(arguments: list[str]) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         trains = options.command in ("demo", "pretrain") and options.out
+        if options.command == "embed":
+            print("adclr: stopped; the same command goes on with what is missing", file=sys.stderr)
+            raise SystemExit(130) from None
         if not trains or not any(Path(options.out).glob("**/checkpoints/step_*")):
             raise
         print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -234,6 +244,20 @@ def _score_file(name: str, settings: Any) -> Path:
     told = settings.model_copy(update={"weights": "" if own else weights.name, "data": data}).model_dump_json()
     file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
     return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
+
+
+def _embed(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, embedding
+
+    if options.help:
+        options.parsers["embed"].print_help()
+        _print_settings(embedding.Settings, "settings:")
+        return
+    for name, what in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
+        if not getattr(options, name):
+            options.parsers["embed"].error(f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
+    settings = config.build(embedding.Settings, config.parse_words(words))
+    embedding.run(options.weights, options.images, Path(options.out), options.dense, settings)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:

@@ -8,11 +8,8 @@ order of paths, with the draws of the place's own key. So neither threads nor lu
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar, cast
@@ -28,20 +25,8 @@ from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
+from adclr.threads import in_order
 from adclr.views import Plan
-
-# Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
-AHEAD = 3
-# Images a thread takes at a time. 16 threads read 3 600 files/s one by one; in eights, and with fewer system calls for
-# each, 17 000 and 30 000 (two other runs on the same kind of machine).
-TOGETHER = 8
-# Threads that put batches together: while one waits for the GPU, which decodes 256 files in 18 ms when idle and in 110
-# beside a step, the other plans. Two gave 87.3 % of the speed of a constant batch, one 83.4 % (ViT-S/16, H200).
-ASSEMBLERS = 2
-# The thread that launches a step's thousands of operations can lose Python's lock to a decoder at each. Asking for
-# it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
-SWITCH_SECONDS = 5e-4
-
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
 Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> what is made of the batch
@@ -123,42 +108,14 @@ class Feed:
 
     def batches(self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner) -> Generator[Batch, None, None]:
         """A batch for each (epoch, indices), in order."""
-        if self.num_workers == 0:
-            for epoch, indices in order:
-                yield self._assemble(epoch, indices, self._items(self._wanted(indices)), planner)
-            return
-        waiting: deque[Future[Batch]] = deque()
-        decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
-        assembler = ThreadPoolExecutor(ASSEMBLERS, "assemble", self._be_there)
-
-        def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch:
-            return self._assemble(epoch, indices, [item for part in parts for item in part.result()], planner)
-
-        switch = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
-        try:
-            for epoch, indices in order:
-                wanted = self._wanted(indices)
-                parts = [wanted[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
-                read = [decoders.submit(self._items, part) for part in parts]
-                waiting.append(assembler.submit(collect, epoch, indices, read))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            # decoders first: an assembler then finds its images cancelled and gives up at once
-            decoders.shutdown(wait=True, cancel_futures=True)
-            assembler.shutdown(wait=True, cancel_futures=True)
-            sys.setswitchinterval(switch)
-
-    def _be_there(self) -> None:
-        """A thread begins on the first GPU, whichever the others are on."""
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
-
-    def _items(self, indices: NDArray[np.int64]) -> list[Pixels | Encoded]:
-        return [self._item(int(index)) for index in indices]
+        return in_order(
+            order,
+            lambda job: self._wanted(job[1]),
+            self._item,
+            lambda job, items: self._assemble(*job, items, planner),
+            self.num_workers,
+            self._gpu,
+        )
 
     def _wanted(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which of these must be brought: none if all lie on the GPU."""

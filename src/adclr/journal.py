@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +49,14 @@ class Meter:
         return means | {"voided_steps": voided}
 
 
+class Probe(Protocol):
+    """A look at the teacher between steps."""
+
+    def due(self, done: int) -> bool: ...
+    def __call__(self) -> dict[str, float]: ...
+    def warning(self, scores: dict[str, float]) -> str | None: ...  # of what is worth one
+
+
 class Journal:
     """Only the first process writes; all of them meter."""
 
@@ -90,7 +97,7 @@ class Journal:
             seconds = time.monotonic() - self.clock
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
             self.clock, self.marked = time.monotonic(), done
-            schedule = {name: value for name, value in vars(values).items() if name != "freeze_last_layer"}
+            schedule = {name: value for name, value in vars(values).items() if not name.startswith("freeze")}
             self.write(done, means | schedule)
             if self.main:
                 waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
@@ -121,13 +128,17 @@ class Journal:
         for writer in self.writers:
             writer.log(step, numbers)
 
-    def score(self, step: int, probe: Callable[[], dict[str, float]]) -> None:
+    def score(self, step: int, probe: Probe) -> None:
         """Takes a probe and notes it; its time is not the training's."""
         started = time.monotonic()
         scores = probe()
         self.write(step, dict(scores))
         for name, value in scores.items():
-            self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {value:.1f} %")
+            text = f"{value:.1f} %" if name.startswith("knn") else f"{value:.3g}"
+            self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {text}")
+        warning = probe.warning(scores)
+        if warning:
+            self.say(f"warning: {warning}")
         self.clock += time.monotonic() - started
 
 

@@ -21,11 +21,17 @@ class Values:
     momentum: float  # the teacher's
     teacher_temperature: float
     freeze_last_layer: bool
+    freeze_backbone: bool = False  # and the teacher's with it
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
         """Those that a device can be told."""
         return self.lr, self.weight_decay, self.momentum, self.teacher_temperature
+
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """What stands still, which decides what is computed: the head's last layer, the backbone."""
+        return self.freeze_last_layer, self.freeze_backbone
 
 
 def cosine(start: float, end: float, progress: float) -> float:
@@ -61,6 +67,7 @@ class Schedules:
             momentum=cosine(method.momentum, method.momentum_end, step / total),
             teacher_temperature=start + (end - start) * rise,
             freeze_last_layer=step < optim.freeze_last_layer_epochs * self.steps_per_epoch,
+            freeze_backbone=step < self.settings.frozen_epochs * self.steps_per_epoch,
         )
 
 

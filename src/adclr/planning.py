@@ -114,7 +114,9 @@ def _settle(
             raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
         overrides["data.path"] = data
     named = recipe if recipe != "auto" else None
-    settings = config.build(Settings, config.recipe(named) | {"recipe": named} if named else {}, overrides)
+    base = config.recipe(named) | {"recipe": named} if named else {}
+    overrides, adopted = launch.adopted(base, overrides)
+    settings = config.build(Settings, base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
         raise UserError(
@@ -124,14 +126,14 @@ def _settle(
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
     source = open_source(path, out / launch.INDEX if out is not None else None) if path else None
     if named is not None:
-        return settings, source, []
+        return settings, source, adopted
     memory = int(gpu.gib * GIB) if gpu else auto.gpu_bytes(settings.train.device)
     told = []
     if source is None:
         told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
     side = ASSUMED_SIDE if source is None else auto.median_side(source)
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.chosen(choice, overrides), source, told + choice.reasons
+    return launch.chosen(choice, overrides), source, told + choice.reasons + adopted
 
 
 def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:

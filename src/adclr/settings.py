@@ -98,6 +98,9 @@ class Views(Section):
 class Model(Section):
     """The Vision Transformer."""
 
+    init: str | None = Field(
+        None, description="weights that student and teacher start from; the model is then theirs; null: random numbers"
+    )
     size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
     patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
     num_channels: Annotated[int, Field(ge=1, le=256)] = Field(
@@ -119,6 +122,7 @@ class Model(Section):
     position_resampling: Literal["antialias", "plain", "offset"] = Field(
         "antialias", description="how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -173,6 +177,10 @@ class Optim(Section):
         3.0, description="largest gradient norm of each parameter tensor on its own; null: none"
     )
     freeze_last_layer_epochs: NonNegative = Field(1, description="epochs in which the head's last layer stands still")
+    freeze_backbone_epochs: NonNegative | None = Field(
+        None,
+        description="epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1",
+    )
 
 
 class Train(Section):
@@ -228,6 +236,14 @@ class Settings(Section):
     def masked(self) -> bool:
         return self.method.masked_weight > 0
 
+    @property
+    def frozen_epochs(self) -> float:
+        """Epochs in which the backbone stands still."""
+        wanted = self.optim.freeze_backbone_epochs
+        if wanted is None:
+            return 0.0 if self.model.init is None else min(1.0, self.train.epochs / 10)
+        return wanted
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         views, patch = self.views, self.model.patch_size
@@ -257,6 +273,15 @@ class Settings(Section):
             raise ValueError(
                 f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
                 f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
+            )
+        if self.frozen_epochs and self.model.init is None:
+            raise ValueError(
+                "optim.freeze_backbone_epochs would freeze random numbers; set model.init too, or leave it out"
+            )
+        if self.frozen_epochs >= self.train.epochs:
+            raise ValueError(
+                f"optim.freeze_backbone_epochs={self.frozen_epochs:g} leaves none of the {self.train.epochs} epochs; "
+                f"set optim.freeze_backbone_epochs={self.train.epochs / 10:g} or more train.epochs"
             )
         micro = self.train.micro_batch_size
         if micro and self.train.batch_size % micro:

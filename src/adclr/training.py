@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
+from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.config import UserError
@@ -88,6 +88,7 @@ class Job:
     micro_batch: int  # images at once in this process
     meter: Meter
     fingerprint: str  # of the collection
+    init: str | None  # fingerprint of the weights that this start has read, if it has
 
     @property
     def accumulate(self) -> int:
@@ -116,7 +117,7 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, Probe(job, labelled) if labelled else None)
+            _train(job, start, step, _probe(job, start, labelled))
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -136,6 +137,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
     state = checkpoint.load(run, method, optimizer)
     if state is not None:
         _check_resumable(launched, state)
+    init = continued.begin(method, settings) if state is None and settings.model.init else None
 
     listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
 
@@ -173,6 +175,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         micro_batch=_micro_batch(settings, state, method, device, dtype),
         meter=Meter(device),
         fingerprint=source.fingerprint(),
+        init=init,
     )
 
 
@@ -240,6 +243,7 @@ def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) ->
         "images": len(launched.source),
         "cache": None if job.feed.store is None else f"{job.feed.store.gib:.3f} GiB",
         "collection": job.fingerprint,
+        "init": job.init,
         "automatic_choice": launched.reasons,
     }
 
@@ -257,7 +261,7 @@ def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
             yield epoch, order[micro : micro + job.micro_batch]
 
 
-def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
+def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
@@ -331,6 +335,18 @@ class Probe:
         distributed.barrier()
         return scores
 
+    def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
+        return None
+
+
+def _probe(job: Job, start: int, labelled: Labelled | None) -> journal.Probe | None:
+    """A score if there are labels, and a watch if the run has weights to lose."""
+    probe = Probe(job, labelled) if labelled else None
+    if job.settings.model.init is None:
+        return probe
+    steps, teacher = (job.schedules.steps_per_epoch, job.schedules.total_steps), job.method.teacher.backbone
+    return continued.Watch(job.run, job.settings, teacher, job.feed.source, job.device, steps, start, probe)
+
 
 def _finish(job: Job) -> None:
     """Exports the teacher's backbone and sums up the run."""
@@ -348,7 +364,7 @@ def _finish(job: Job) -> None:
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if "knn_top1" in row],
+            "probes": [row for row in metrics if {"knn_top1", "drift_cosine"} & set(row)],
             "unreadable_images": len(unreadable),
         },
     )

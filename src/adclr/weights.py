@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,6 +93,7 @@ def architecture(settings: Settings) -> Architecture:
         layer_scale=model.layer_scale,
         query_keys=model.query_keys,
         position_resampling=model.position_resampling,
+        norm_eps=model.norm_eps,
     )
 
 
@@ -271,3 +273,14 @@ def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
     how = f"{old.grid[0]}x{old.grid[1]} to {grid[0]}x{grid[1]} patches, {RESAMPLED[old.position_resampling]}"
     assert report is not None
     return replace(weights, vit=vit.eval(), report=replace(report, resized={"pos_embed": how}))
+
+
+def fingerprint(weights: Weights) -> str:
+    """A hash of all that decides what these weights make of an image."""
+    vit = weights.vit
+    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling)
+    found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
+    for name, tensor in sorted(vit.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
