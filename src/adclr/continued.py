@@ -35,8 +35,8 @@ from adclr.weights import Weights, fingerprint, load_weights
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # What the tensors are made for, so that nobody can ask for something else; and what goes with them unless one does.
 FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels")
-KEPT = ("model.layer_scale", "model.query_keys", "model.position_resampling", "model.norm_eps")
-KEPT += ("data.mean", "data.std", "data.max_value")
+RULES = ("model.query_keys", "model.position_resampling", "model.norm_eps")
+KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
 FEATURES = "start_features.safetensors"  # in a run: what the weights made of a few images, and the keys of these
 WATCHED = 256  # images
 WORSE_KNN = 1.0  # points below the start that are worth a warning
@@ -47,7 +47,7 @@ LEAST_RANK = 0.5  # of features, of their rank at the start
 def facts(weights: Weights) -> dict[str, Any]:
     """The settings that weights decide."""
     vit = weights.vit
-    found = {path: getattr(vit, path.removeprefix("model.")) for path in (*FIXED, *KEPT[1:4])}
+    found = {path: getattr(vit, path.removeprefix("model.")) for path in (*FIXED, *RULES)}
     first = vit.blocks[0]
     scaled = isinstance(getattr(first, "ls1", None), LayerScale)
     found |= {"model.layer_scale": 1.0 if scaled else None, "data.mean": weights.mean, "data.std": weights.std}
