@@ -9,7 +9,7 @@ depend on its neighbours.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -286,6 +286,42 @@ def _finish(crops, choices, center, scale, pixels, channels, CHOICES: tl.constex
     tl.store(crops + n * channels * pixels + at, x, mask=inside)
 
 
+class _Resizing(NamedTuple):
+    table: NDArray[np.int64]  # crops×ENTRY
+    numbers: NDArray[np.int64]  # of the half-resized form of each
+    most: int  # taps
+    groups: list[slice]  # crops that are resized together
+
+
+def _plan(packed: Any, count: int, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> _Resizing:
+    """How `count` crops of each image, view-major, are resized."""
+    sizes = np.tile(packed.sizes, (count, 1))
+    table = np.empty((len(boxes), ENTRY), np.int64)
+    table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
+    table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
+    table[:, 3:5], table[:, 5] = boxes[:, 2:], flip
+    most = num_taps(int(boxes[:, 2:].max()), size)
+    numbers = packed.num_channels * size * boxes[:, 3]
+    groups = _groups(numbers + 2 * size * most)
+    for group in groups:
+        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
+    return _Resizing(table, numbers, most, groups)
+
+
+def _resized(packed: Any, entries: Tensor, plan: _Resizing, boxes: NDArray[np.int64], size: int) -> Tensor:
+    out = torch.empty(len(boxes), packed.num_channels, size, size, device=entries.device)
+    for group in plan.groups:
+        _resize(packed.bytes, entries[group], plan.most, boxes[group], int(plan.numbers[group].sum()), out[group])
+    return out
+
+
+def resize_crops(packed: Any, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
+    """B×C×size×size in [0, 1], one crop of each image."""
+    plan = _plan(packed, 1, boxes, flip, size)
+    (entries,) = send_all([plan.table], packed.bytes.device)
+    return _resized(packed, entries, plan, boxes, size)
+
+
 def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """V×B×C×S×S, as the plain `augment._render` makes them."""
     device, channels, size = packed.bytes.device, packed.num_channels, crops.size
@@ -296,26 +332,15 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
         return array.swapaxes(0, 1).reshape(number, *array.shape[2:])  # view-major, as the method wants them
 
     boxes = flat(crops.boxes)
-    sizes = np.tile(packed.sizes, (count, 1))
-    table = np.empty((number, ENTRY), np.int64)
-    table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
-    table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
-    table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip)
-    most = num_taps(int(boxes[:, 2:].max()), size)
-    numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
-    groups = _groups(numbers + 2 * size * most)
-    for group in groups:
-        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
+    resizing = _plan(packed, count, boxes, flat(crops.flip), size)
     choices = np.empty((number, CHOICES), np.int32)
     choices[:, 0], choices[:, 1], choices[:, 2] = flat(crops.jitter), flat(crops.grey), flat(crops.solarise)
     choices[:, 3:] = flat(crops.order)
     factors = np.empty((number, FACTORS), np.float32)
     factors[:, :4], factors[:, 4] = flat(crops.factors), flat(crops.sigma)
     blurred = np.flatnonzero(factors[:, 4] > 0)
-    entries, chosen, drawn, here = send_all([table, choices, factors, blurred], device)
-    out = torch.empty(number, channels, size, size, device=device)
-    for group in groups:
-        _resize(packed.bytes, entries[group], most, boxes[group], int(numbers[group].sum()), out[group])
+    entries, chosen, drawn, here = send_all([resizing.table, choices, factors, blurred], device)
+    out = _resized(packed, entries, resizing, boxes, size)
     pixels = size * size
     if channels == 3 and choices[:, :2].any():
         _colours[(number,)](out, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)
