@@ -35,7 +35,7 @@ from adclr.config import Count, NonNegative, Positive, Ratio, Section, Share, Us
 from adclr.devices import autocast_dtype
 from adclr.draws import Draws
 from adclr.evals.accuracy import accuracies
-from adclr.evals.classifier import Classifier, Pool
+from adclr.evals.classifier import Classifier, Pool, fingerprint
 from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
@@ -144,9 +144,9 @@ def score(
 ) -> dict[str, Any]:
     """Trains the backbone of `weights` itself; accuracies in percent, and how many images they rest on."""
     run = None if place is None else Run(place)
+    job = assemble(weights, labelled, settings, device, run)
     with run.lock() if run is not None and distributed.is_main() else nullcontext():
-        distributed.barrier()
-        job = assemble(weights, labelled, settings, device, run)
+        distributed.barrier()  # the directory is there, and it is ours
         fits = True
         try:
             train(job)
@@ -201,7 +201,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
         album=album,
         val_labels=val_labels,
         run=run,
-        identity={"settings": told, "images": data, "start": model.fingerprint()},
+        identity={"settings": told, "images": data, "start": fingerprint(model.state())},
         size=size,
         dtype=autocast_dtype(settings.precision, device),
         drop_path=(0.2 if base else 0.1) if settings.drop_path is None else settings.drop_path,
