@@ -153,7 +153,7 @@ def score(
         except torch.OutOfMemoryError:
             fits = False  # said below, where the traceback no longer holds on to memory
         if not fits:
-            less = max(1, job.micro // 2)
+            less = max(2, job.micro // 2)
             raise UserError(f"{job.micro} images at once do not fit into the GPU; set micro_batch_size={less}")
         found = accuracies("finetune", rank_classes(job, job.model), job.val_labels, labelled.classes, place)
         if job.ema is not None:
