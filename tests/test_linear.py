@@ -17,11 +17,12 @@ from adclr.boxes import crop_boxes
 from adclr.config import UserError
 from adclr.draws import Draws
 from adclr.evals import linear
-from adclr.evals.crops import ASPECT, SCALE, Crops, fitting, side
+from adclr.evals.crops import ASPECT, Crops, fitting, side
 from adclr.labelled import open_labelled
 from adclr.vit import VisionTransformer
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def score(data: Path, **changes: Any) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def test_crops_are_torchvisions_of_the_same_boxes() -> None:
     images = [rng.integers(0, 256, (3, h, w), np.uint8) for h, w in ((50, 70), (33, 40), (90, 20))]
     packed = pack(images)
     draws = Draws(0, 0, np.arange(3).astype(np.uint64))
-    boxes = crop_boxes(draws, "train", 1, packed.sizes, SCALE, ASPECT)[:, 0]
+    boxes = crop_boxes(draws, "train", 1, packed.sizes, (0.08, 1.0), ASPECT)[:, 0]
     flip = np.array([True, False, True])
     for made, image, (top, left, height, width), turned in zip(
         crop(packed, boxes, flip, 16), images, boxes.tolist(), flip, strict=True
@@ -127,7 +128,7 @@ def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path
     labelled = open_labelled(data)
     last = [index for index, label in enumerate(labelled.train.labels) if label == 0][-1]  # the next is of class 1
     (data / "train" / labelled.train.source.paths[last]).write_bytes(b"no image")
-    crops = Crops(weights(), labelled, linear.Settings(), CPU, 24, 12)
+    crops = Crops(weights(), labelled, linear.Settings(), CPU, 24, 12, 0.08)
     shown = crops.batches(0, 1, 12, lambda images, _: (images, []))
     (batch,) = list(shown)
     shown.close()

@@ -18,6 +18,7 @@ from adclr.evals import randaugment as ra
 from adclr.evals.mixing import Eraser, Mix, draw_mix, kept, smoothed
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 FILL = (0.5, 0.4, 0.3)
 
 
