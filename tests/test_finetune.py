@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from plain_images import coloured, weights
 from safetensors.torch import load_file
 
 from adclr import optim
@@ -21,6 +20,7 @@ from adclr.evals.classifier import Classifier, fingerprint
 from adclr.labelled import open_labelled
 from adclr.runs import Run
 from adclr.vit import VisionTransformer
+from plain_images import coloured, weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,9 +187,7 @@ def losses(place: Path) -> list[float]:
     return [row["loss"] for row in Run(place).rows("metrics.jsonl")]
 
 
-def test_threads_micro_batches_and_what_is_kept_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = coloured(tmp_path / "data", 50, 24, shuffled=True)
     (data / "train" / "c0" / "broken.png").write_bytes(b"no image")
     plain = score(data, tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""The linear probe: the grid is what each learning rate would be alone, features are DINO's, and nothing else counts."""
+"""The linear probe: a grid is what each learning rate would be alone, features are DINO's, and nothing else counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from plain_images import coloured, weights
 
 from adclr.augment import crop
 from adclr.boxes import crop_boxes
@@ -20,6 +19,7 @@ from adclr.evals import linear
 from adclr.evals.crops import ASPECT, Crops, fitting, side
 from adclr.labelled import open_labelled
 from adclr.vit import VisionTransformer
+from plain_images import coloured, weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -138,7 +138,7 @@ def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path
     assert crops.num_readable() == 11
 
 
-def test_batches_and_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_batches_and_sizes_that_cannot_be_are_refused() -> None:
     assert fitting(256, 1000, 2) == 256
     assert fitting(256, 99, 4) == 96
     with pytest.raises(UserError, match="batch_size=7 does not divide by 2"):
