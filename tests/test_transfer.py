@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import pickle
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +20,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adclr as package
-from adclr import cli, public_sets
+from adclr import cli, config, public_sets
 from adclr.config import UserError
 from adclr.decode import Decoder
-from adclr.evals import finetune, told, transfer
+from adclr.evals import NAMES, finetune, module, told, transfer
 from adclr.evals.task import Conditions, weights_of
 from adclr.labelled import open_labelled
 from adclr.runs import Run
@@ -297,3 +299,20 @@ def test_the_control_is_the_same_vit_newly_made(backbone: Path) -> None:
 def test_scores_for_people_leave_each_class_to_the_file() -> None:
     lines = told({"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}).splitlines()
     assert [line.split() for line in lines] == [["a_top1", "50"], ["b", "33.33"], ["best_lr", "0.0005"], ["why", "val"]]
+
+
+def test_every_command_of_the_page_is_understood() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "evaluations.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) >= 10
+    for line in lines:
+        words = shlex.split(line)[1:]
+        options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
+        assert options.weights
+        assert options.data
+        values = config.parse_words([word for word in words if cli.WORD.match(word)])
+        config.build(module(options.name).Settings, values)
+    for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE):
+        named = set(re.findall(r"`(\w+)`", row))
+        assert any(named <= set(module(name).Settings.model_fields) for name in NAMES), row

@@ -317,7 +317,10 @@ class Probe:
         self.job, self.labelled, settings = job, labelled, job.settings.probe
         self.every = settings.every_epochs * job.schedules.steps_per_epoch
         workers = job.settings.data.num_workers or None
-        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
+        # a broken image of the probe is no reason to end a run
+        self.settings = knn.Settings(
+            k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers, max_unreadable=1.0
+        )
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps
