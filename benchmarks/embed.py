@@ -22,8 +22,8 @@ from data import rate, write_photos
 from adclr import augment, cache, embedding
 from adclr.auto import cpu_count
 from adclr.embedding import Network, fill
-from adclr.fit import host_memory
 from adclr.images import Alike, Images, resize
+from adclr.memory import host_memory
 from adclr.parts import Parts
 from adclr.sources import ImageFolder, Subset
 from adclr.weights import Weights, create_backbone

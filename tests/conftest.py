@@ -28,7 +28,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For tensors so small that two threads would only wait for each other."""
+    """Networks as small as in tests are no faster with two, and on a busy machine much slower."""
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(2)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, optim
+from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, memory, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
+from adclr.compiled import Compiled
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
@@ -29,9 +30,9 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
-from adclr.speed import Compiled, prepare, ready, repeatable
+from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
-from adclr.views import plan
+from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture, save_backbone
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
@@ -158,8 +159,8 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         on_unreadable=quarantine,
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
-    gpu = fit.available(device) if device.type == "cuda" else 0.0
-    room = cache.Room(fit.host_memory() / distributed.local_world_size(), gpu)
+    gpu = memory.available(device) if device.type == "cuda" else 0.0
+    room = cache.Room(memory.host_memory() / distributed.local_world_size(), gpu)
     show = distributed.is_main()
     feed.store = cache.make(settings.data.cache, feed.read, len(source), feed.num_workers, room, device, show)
     return Job(
@@ -266,7 +267,7 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> Non
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
 
-    def make(batch: Batch) -> Views:
+    def make(batch: Batch[Plan]) -> Views:
         return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
 
     views = Ahead(batches, make, job.device)
@@ -320,7 +321,10 @@ class Probe:
         self.job, self.labelled, settings = job, labelled, job.settings.probe
         self.every = settings.every_epochs * job.schedules.steps_per_epoch
         workers = job.settings.data.num_workers or None
-        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
+        # a broken image of the probe is no reason to end a run
+        self.settings = knn.Settings(
+            k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers, max_unreadable=1.0
+        )
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps
@@ -362,7 +366,7 @@ def _finish(job: Job) -> None:
             "epochs": settings.train.epochs,
             "seconds_training": sum(row.get("seconds", 0.0) for row in timing),
             "images_per_second": float(np.median(speeds)) if speeds else None,
-            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
+            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / memory.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
             "probes": [row for row in metrics if {"knn_top1", "drift_cosine"} & set(row)],
             "unreadable_images": len(unreadable),
@@ -382,7 +386,7 @@ def _too_large(job: Job) -> str:
     fits = max(size for size in range(1, less + 1) if local % size == 0)
     if distributed.world_size() == 1:
         fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
-    room = fit.available(job.device) / fit.GIB
+    room = memory.available(job.device) / memory.GIB
     return (
         f"{job.micro_batch} images at once do not fit into {room:.0f} GiB of GPU memory; "
         f"set train.micro_batch_size={fits}"
