@@ -120,7 +120,7 @@ class Bench:
             feed.store = cache.make("auto", feed.read, len(self.source), cpu_count(), room, self.device, show=False)
         return feed
 
-    def views(self, feed: Feed, batches: int) -> Ahead:
+    def views(self, feed: Feed, batches: int) -> Ahead[augment.Views]:
         data, count = self.settings.data, len(self.source)
         order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
         made = feed.batches(order, lambda epoch, keys, sizes: plan(self.settings, epoch, keys, sizes))
