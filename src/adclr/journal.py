@@ -37,14 +37,13 @@ class Meter:
         self.sums[:-1] += torch.where(ok, row, 0.0)
         self.sums[-1] += (~ok).double()
 
-    def mean(self) -> list[float]:
-        """The sums, mean over the processes, all of which must ask."""
-        found: list[float] = (distributed.sum_(self.sums.clone()) / distributed.world_size()).tolist()
-        return found
+    def total(self) -> Tensor:
+        """The sums of all processes, all of which must ask, on the device."""
+        return distributed.sum_(self.sums.clone())
 
     def read(self) -> dict[str, float | None]:
         """Means over steps and processes (None if no step was good) and how many steps were void; then starts anew."""
-        *sums, good, voided = self.mean()
+        *sums, good, voided = (self.total() / distributed.world_size()).tolist()
         self.sums.zero_()
         means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
         return means | {"voided_steps": voided}

@@ -29,6 +29,7 @@ FREE = (
     "train.log_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
+    "train.free_checkpoints",
     "train.loggers",
     "probe.data",
     "probe.every_epochs",

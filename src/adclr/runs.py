@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,25 @@ def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, [data])
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """A new file, on the disk when this returns."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:  # a disk that is nearly full takes a part of it, and only then says so
+                left = left[os.write(handle, left) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_writable(path: Path) -> None:

@@ -200,6 +200,9 @@ class Train(Section):
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
+    free_checkpoints: bool = Field(
+        True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
+    )
     loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 

@@ -33,6 +33,7 @@ from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import plan
 from adclr.weights import Weights, architecture, save_backbone
+from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
 
@@ -221,6 +222,7 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
         data = job.settings.data.model_copy(update={"allow_changed": False})
         run.write_settings(job.settings.model_copy(update={"data": data}))
         run.add_provenance(_facts(job, launched, compiled, start))
+        checkpoint.tidy(run)
         for name in ("metrics.jsonl", "timing.jsonl"):
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
@@ -267,7 +269,10 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
 
     views = Ahead(batches, make, job.device)
     try:
-        with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
+        with (
+            Journal(settings, job.run, schedules, job.meter, views, start) as journal,
+            Writer(job.run, settings, journal.say) as writer,
+        ):
             if probe and start == 0:
                 journal.score(0, probe)
             for step in range(start, total):
@@ -278,22 +283,22 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
                 if probe and probe.due(done):
                     journal.score(done, probe)
                 if done % every == 0 or done == total:
-                    _save(job, done)
+                    _save(job, writer, done)
+                writer.check()
     finally:
         views.close()
 
 
-def _save(job: Job, done: int) -> None:
+def _save(job: Job, writer: Writer, done: int) -> None:
     state = checkpoint.State(
         done,
         job.schedules.steps_per_epoch,
         job.fingerprint,
-        job.meter.mean(),
+        [],
         distributed.world_size(),
         job.micro_batch,
     )
-    if distributed.is_main():
-        checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
+    writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total())
 
 
 def _seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:

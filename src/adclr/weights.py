@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from adclr import config
+from adclr import config, manifest
 from adclr.config import Positive, Ratio, Section, UserError
 from adclr.decode import Decoder
 from adclr.runs import Run, read_json, write_atomically, write_json
@@ -131,10 +131,12 @@ def _load_run(path: Path) -> Weights:
     if file.exists():
         return load_weights(file)
     run = Run(path)
-    settings, steps = run.settings(), run.steps()
-    if settings is None or not steps:
-        raise UserError(f"{path} holds neither backbone.safetensors nor a checkpoint; give the directory of a run")
-    latest = run.checkpoints / f"step_{steps[-1]}" / "teacher.safetensors"
+    settings, found = run.settings(), manifest.newest(run, ["teacher.safetensors"])
+    if settings is None or found.step is None:
+        raise UserError(
+            f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"
+        )
+    latest = run.checkpoints / f"step_{found.step}" / "teacher.safetensors"
     state = {
         name.removeprefix("backbone."): tensor
         for name, tensor in read_tensors(latest).items()
