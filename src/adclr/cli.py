@@ -1,7 +1,8 @@
 """The commands. torch is imported only when a command runs, so that --help is instant.
 
-Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with
-its traceback.
+Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 75 training was stopped by SIGTERM, SIGINT
+(Ctrl-C) or SIGUSR1 and has saved, so that the same command goes on; 128 + the number of a signal, stopped without
+saving, as by a second one; 1 anything else, with its traceback.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class Journal:
         """Takes a probe and notes it; its time is not the training's."""
         started = time.monotonic()
         scores = probe()
-        self.write(step, dict(scores))
+        if scores:
+            self.write(step, dict(scores))
         for name, value in scores.items():
             self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {value:.1f} %")
         self.clock += time.monotonic() - started

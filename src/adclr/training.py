@@ -29,6 +29,7 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
+from adclr.signals import Signals
 from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import plan
@@ -267,24 +268,30 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
     def make(batch: Batch) -> Views:
         return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
 
-    views = Ahead(batches, make, job.device)
+    views, stop = Ahead(batches, make, job.device), False
     try:
         with (
             Journal(settings, job.run, schedules, job.meter, views, start) as journal,
+            Signals(journal.say) as signals,
             Writer(job.run, settings, journal.say) as writer,
         ):
-            if probe and start == 0:
-                journal.score(0, probe)
+            if probe and probe.missing(start):
+                journal.score(start, lambda: probe(signals))
             for step in range(start, total):
                 values = schedules.at(step)
                 losses, ok = take(_seeded(job, views, step), values)
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
-                    journal.score(done, probe)
-                if done % every == 0 or done == total:
+                    journal.score(done, lambda: probe(signals))
+                stop = signals.asked()
+                if stop or done % every == 0 or done == total:
                     _save(job, writer, done)
                 writer.check()
+                if stop:
+                    break
+        if stop:
+            signals.stop(done)
     finally:
         views.close()
 
@@ -326,15 +333,22 @@ class Probe:
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps
 
-    def __call__(self) -> dict[str, float]:
-        job, scores = self.job, {}
-        if distributed.is_main():
-            data = job.settings.data
-            teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-            found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
-            scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
+    def missing(self, start: int) -> bool:
+        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
+        rows = self.job.run.rows("metrics.jsonl")
+        return self.due(start) and not any(row.get("step") == start and "knn_top1" in row for row in rows)
+
+    def __call__(self, signals: Signals) -> dict[str, float]:
+        """Nothing if a signal came."""
+        scores = signals.cut_short(self._score) if distributed.is_main() else None
         distributed.barrier()
-        return scores
+        return scores or {}
+
+    def _score(self) -> dict[str, float]:
+        job, data = self.job, self.job.settings.data
+        teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+        found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
+        return {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
 
 
 def _finish(job: Job) -> None:

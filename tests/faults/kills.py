@@ -1,7 +1,7 @@
 """kill -9 at random moments of small runs, resumed each time: `python tests/faults/kills.py --kills 50`.
 
-What is learned and logged must in the end be what an uninterrupted run learns and logs, to the bit, and no checkpoint may
-ever be unreadable.
+What is learned and logged must in the end be what an uninterrupted run learns and logs, to the bit, and no checkpoint
+may ever be unreadable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from adclr import scenes
 from adclr.runs import Run
 
 # A checkpoint after every second step, so that many a kill falls into a save.
-CHANGES = {"epochs": 40, "checkpoint_every_steps": 2, "log_every_steps": 3, "micro_batch_size": 4, "masked_weight": 1.0}
+CHANGES = {"epochs": 25, "checkpoint_every_steps": 2, "log_every_steps": 3, "micro_batch_size": 4, "masked_weight": 1.0}
 
 
 def work(data: Path, folder: Path, kills: int, seed: int, per_run: int = 5) -> Counter[str]:
@@ -38,10 +38,9 @@ def work(data: Path, folder: Path, kills: int, seed: int, per_run: int = 5) -> C
             before, process = lives.starts(out), lives.start(data, out, **CHANGES)
             lives.until(lambda out=out, before=before: lives.starts(out) > before, process)
             time.sleep(rng.uniform(0, 1.5 * seconds / per_run))
-            if process.poll() is not None:  # it came to its end first
-                lives.finish(process)
-                break
             lives.kill(process)
+            if Run(out).finished:  # it came to its end first
+                break
             step = lives.newest(out)
             counts["kills"] += 1
             counts["in a save"] += any((out / "checkpoints").glob(".step_*.tmp"))

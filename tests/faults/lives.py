@@ -29,7 +29,7 @@ def command(data: Path, out: Path, **changes: Any) -> list[str]:
 
 
 def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes: Any) -> subprocess.Popen[str]:
-    """A run in a process of its own, of one thread; `before` is Python that is done first, to make things go wrong."""
+    """A run in a process of its own; `before` is Python that is done first, to make things go wrong."""
     arguments = command(data, out, **changes)
     if before:
         program = ["-c", f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"]
@@ -43,7 +43,7 @@ def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "2" if ranks == 1 else "1"},  # as in the tests' own process
     )
 
 
@@ -53,11 +53,15 @@ def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, s
     return process.returncode, out, errors
 
 
+def children(process: subprocess.Popen[str]) -> list[int]:
+    with suppress(OSError), open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+        return [int(number) for number in file.read().split()]
+    return []
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """kill -9 of a run, and of the processes that torchrun started for it."""
-    with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
-        children = [int(number) for number in file.read().split()]
-    for number in (process.pid, *children):
+    for number in (process.pid, *children(process)):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
     process.communicate()
