@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,9 @@ class State:
     step: int  # steps done
     steps_per_epoch: int
     fingerprint: str  # of the collection
-    meter: list[float]  # sums since the last line of metrics.jsonl, mean over the processes
+    meter: dict[str, Any]  # what has been metered since the last line of metrics.jsonl
     processes: int
     micro_batch_size: int
-
-    def metered(self, sums: Tensor) -> State:
-        """The same with the sums of all processes."""
-        return replace(self, meter=(sums / self.processes).tolist())
 
 
 def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
@@ -123,6 +119,12 @@ def tidy(run: Run) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
+    """Restores the newest whole checkpoint in which a step is not done yet, and changes nothing on the disk."""
+    found = manifest.newest(run, NAMES, before=step)
+    return None if found.step is None else _restore(run.checkpoints / f"step_{found.step}", method, optimizer)
 
 
 def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:

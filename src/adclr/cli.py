@@ -72,6 +72,9 @@ def parser() -> Parser:
         "--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images"
     )
     pretrain.add_argument("--resume", action="store_true", help="only go on with the run in --out, never start one")
+    pretrain.add_argument(
+        "--replay", type=_count, metavar="STEP", help="do a step of the run in --out again: what in it is not finite?"
+    )
     pretrain.add_argument("--list-recipes", action="store_true", help="list the recipes and stop")
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -176,7 +179,14 @@ def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["pretrain"].error("no output directory was named; give --out RUN")
     from adclr import launch
 
-    launched = launch.prepare(options.data, options.out, options.recipe, config.parse_words(words), options.resume)
+    launched = launch.prepare(
+        options.data, options.out, options.recipe, config.parse_words(words), bool(options.resume or options.replay)
+    )
+    if options.replay is not None:
+        from adclr import replay
+
+        replay.run(launched, options.replay)
+        return
     for reason in launched.reasons:
         print(reason, flush=True)
     from adclr import training

@@ -7,60 +7,41 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from adclr import distributed, loggers
 from adclr.ahead import Ahead
 from adclr.config import UserError
+from adclr.meter import NAMES, Meter, Void
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
 from adclr.runs import Run
 from adclr.settings import Settings
 
-# the order of `method.Losses`
-NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
-
-
-# Steps in a row, all void, after which a run stops: no training comes back from that on its own.
-MOST_VOID = 50
-
-
-class Meter:
-    """Sums of the losses since the last line, kept on the device so that the host need not wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(len(NAMES) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
-
-    def add(self, losses: Tensor, ok: Tensor) -> None:
-        row = torch.cat([losses.double(), losses.new_ones(1, dtype=torch.float64)])
-        self.sums[:-1] += torch.where(ok, row, 0.0)
-        self.sums[-1] += (~ok).double()
-
-    def total(self) -> Tensor:
-        """The sums of all processes, all of which must ask, on the device."""
-        return distributed.sum_(self.sums.clone())
-
-    def read(self) -> dict[str, float | None]:
-        """Means over steps and processes (None if no step was good) and how many steps were void; then starts anew."""
-        *sums, good, voided = (self.total() / distributed.world_size()).tolist()
-        self.sums.zero_()
-        means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
-        return means | {"voided_steps": voided}
+# Lines of voided.jsonl that are written; each has the keys of a whole batch.
+MOST_LISTED = 1000
 
 
 class Journal:
     """Only the first process writes; all of them meter."""
 
     def __init__(
-        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, ahead: Ahead, start: int
+        self,
+        settings: Settings,
+        run: Run,
+        schedules: Schedules,
+        meter: Meter,
+        ahead: Ahead,
+        keys: Callable[[int], list[str]],  # of the images of a step
+        start: int,
     ) -> None:
         self.settings, self.run, self.schedules, self.meter, self.ahead = settings, run, schedules, meter, ahead
+        self.keys, self.start = keys, start
         self.main = distributed.is_main()
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
-        self.void = 0.0  # steps in a row
+        self.listed = sum(1 for _ in run.rows("voided.jsonl"))
 
     def __enter__(self) -> Self:
         self.line.__enter__()
@@ -83,9 +64,9 @@ class Journal:
 
     def step(self, done: int, values: Values, losses: Tensor, ok: Tensor) -> None:
         """Takes note of a step; every few steps this is where the host waits for the device."""
-        self.meter.add(losses, ok)
+        self.meter.add(done, losses, ok)
         if done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps:
-            means = self.meter.read()
+            means, void, last_void = self.meter.read()
             seconds = time.monotonic() - self.clock
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
             self.clock, self.marked = time.monotonic(), done
@@ -101,15 +82,27 @@ class Journal:
                 }
                 self.run.append("timing.jsonl", row)
             self.text = _describe(means, speed)
-            self._stop_if_void(done, means)
+            self._note_void(done, void, last_void)
         self.line.move(done, self.text)
 
-    def _stop_if_void(self, done: int, means: dict[str, float | None]) -> None:
-        self.void = 0.0 if means["loss"] is not None else self.void + (means["voided_steps"] or 0)
-        if self.void >= MOST_VOID or (self.void and done == self.schedules.total_steps):
+    def _note_void(self, done: int, void: list[Void], last: int) -> None:
+        """Lists the steps that were void with the keys of their images; ends a run in which nothing else happens."""
+        for step, losses in void if self.main else ():
+            cause = "a loss" if None in losses else "a gradient"
+            if not self.listed:
+                self.say(f"step {step} was void, for {cause} was not finite; voided.jsonl says of which images")
+            if self.listed < MOST_LISTED:
+                row = {"step": step, "epoch": (step - 1) // self.schedules.steps_per_epoch, "cause": cause}
+                row |= {"losses": dict(zip(NAMES, losses, strict=True)), "keys": self.keys(step)}
+                self.run.append("voided.jsonl", row)
+            self.listed += 1
+        most = self.settings.train.max_void_steps
+        if last >= most or (done == self.schedules.total_steps and last == done - self.start > 0):
+            first = done - last + 1
             raise UserError(
-                f"the last {self.void:.0f} steps were void, their losses or gradients not finite; "
-                "choose another --out and a lower optim.lr, or look at the settings that are not usual"
+                f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "
+                f"adclr pretrain --out {self.run.path} --replay {first}, or choose another --out and a lower optim.lr, "
+                "a longer optim.warmup_epochs or train.precision=float32"
             )
 
     def write(self, step: int, row: dict[str, float | None]) -> None:

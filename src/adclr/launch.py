@@ -26,6 +26,7 @@ FREE = (
     "data.allow_changed",
     "train.device",
     "train.micro_batch_size",
+    "train.max_void_steps",
     "train.log_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",

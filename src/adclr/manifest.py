@@ -39,10 +39,10 @@ def damage(folder: Path, names: Sequence[str]) -> str | None:
     return None
 
 
-def newest(run: Run, names: Sequence[str]) -> Found:
-    """The newest checkpoint in which these files are whole."""
+def newest(run: Run, names: Sequence[str], before: int | None = None) -> Found:
+    """The newest checkpoint (of those before a step) in which these files are whole."""
     damaged: dict[int, str] = {}
-    for step in reversed(run.steps()):
+    for step in reversed([step for step in run.steps() if before is None or step < before]):
         name = damage(run.checkpoints / f"step_{step}", names)
         if name is None:
             return Found(step, damaged)

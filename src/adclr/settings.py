@@ -195,6 +195,9 @@ class Train(Section):
         False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
     )
     deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
+    max_void_steps: Count = Field(
+        50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"
+    )
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"

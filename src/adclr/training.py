@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ from adclr.draws import combine, epoch_order, key_of
 from adclr.evals import knn
 from adclr.feed import Batch, Feed
 from adclr.heads import ProjectionHead
-from adclr.journal import Journal, Meter
+from adclr.journal import Journal
 from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
+from adclr.meter import Meter
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
@@ -112,7 +113,7 @@ def run(launched: Launch) -> Run:
         repeatable(settings.train.deterministic),
     ):
         distributed.barrier()  # the directory is there, and it is ours
-        job = _assemble(launched, device)
+        job = assemble(launched, device)
         fits, step = True, None
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
@@ -130,12 +131,16 @@ def run(launched: Launch) -> Run:
     return run
 
 
-def _assemble(launched: Launch, device: torch.device) -> Job:
+def assemble(launched: Launch, device: torch.device, before: int | None = None) -> Job:
+    """The job, resumed; from a checkpoint before a step if one is given."""
     settings, source, run = launched.settings, launched.source, launched.run
     method = build(settings).to(device)
     dtype = autocast_dtype(settings.train.precision, device)
     optimizer = optim.make_optimizer(method.student, settings)
-    state = checkpoint.load(run, method, optimizer)
+    if before is None:
+        state = checkpoint.load(run, method, optimizer)
+    else:
+        state = checkpoint.load_before(before, run, method, optimizer)
     if state is not None:
         _check_resumable(launched, state)
 
@@ -173,7 +178,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         device=device,
         dtype=dtype,
         micro_batch=_micro_batch(settings, state, method, device, dtype),
-        meter=Meter(device),
+        meter=Meter(device, settings.train.log_every_steps),
         fingerprint=source.fingerprint(),
     )
 
@@ -215,7 +220,7 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
     """Opens the files of the run; the number of steps already done."""
     run, state = job.run, job.state
     if state is not None:
-        job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
+        job.meter.restore(state.meter)
     start = 0 if state is None else state.step
     distributed.barrier()  # until all have read what the first process is about to write over
     if distributed.is_main():
@@ -224,7 +229,7 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
         run.write_settings(job.settings.model_copy(update={"data": data}))
         run.add_provenance(_facts(job, launched, compiled, start))
         checkpoint.tidy(run)
-        for name in ("metrics.jsonl", "timing.jsonl"):
+        for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl"):
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
             launched.source.listing.save(run.path / launch.INDEX)
@@ -247,31 +252,49 @@ def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) ->
     }
 
 
-def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(epoch, indices) of every micro-batch of this process, from a step on."""
-    per_epoch, batch = job.schedules.steps_per_epoch, job.settings.train.batch_size
-    local = batch // distributed.world_size()
+    local = job.settings.train.batch_size // distributed.world_size()
+    for epoch, batch in batches_of(job, start):
+        mine = batch[distributed.rank() * local :][:local]
+        for micro in range(0, local, job.micro_batch):
+            yield epoch, mine[micro : micro + job.micro_batch]
+
+
+def batches_of(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices) of every step from one on, over all processes."""
+    per_epoch, size = job.schedules.steps_per_epoch, job.settings.train.batch_size
     for step in range(start, job.schedules.total_steps):
         epoch, place = divmod(step, per_epoch)
         if place == 0 or step == start:
-            order = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
-        first = place * batch + distributed.rank() * local
-        for micro in range(first, first + local, job.micro_batch):
-            yield epoch, order[micro : micro + job.micro_batch]
+            shuffled = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
+        yield epoch, shuffled[place * size : (place + 1) * size]
+
+
+def _keys(job: Job, step: int) -> list[str]:
+    """Of the images of a step, which is counted from 1."""
+    _, indices = next(batches_of(job, step - 1))
+    return [f"{key:016x}" for key in job.feed.source.keys[indices]]
+
+
+def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead:
+    """The views of each (epoch, indices)."""
+    data = job.settings.data
+    batches = job.feed.batches(order, lambda epoch, keys, sizes: plan(job.settings, epoch, keys, sizes))
+
+    def make(batch: Batch) -> Views:
+        return render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
+
+    return Ahead(batches, make, job.device)
 
 
 def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
-
-    def make(batch: Batch) -> Views:
-        return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
-
-    views, stop = Ahead(batches, make, job.device), False
+    views, stop = views_of(job, order(job, start)), False
     try:
         with (
-            Journal(settings, job.run, schedules, job.meter, views, start) as journal,
+            Journal(settings, job.run, schedules, job.meter, views, lambda step: _keys(job, step), start) as journal,
             Signals(journal.say) as signals,
             Writer(job.run, settings, journal.say) as writer,
         ):
@@ -279,7 +302,7 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
                 journal.score(start, lambda: probe(signals))
             for step in range(start, total):
                 values = schedules.at(step)
-                losses, ok = take(_seeded(job, views, step), values)
+                losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
@@ -301,14 +324,14 @@ def _save(job: Job, writer: Writer, done: int) -> None:
         done,
         job.schedules.steps_per_epoch,
         job.fingerprint,
-        [],
+        {},
         distributed.world_size(),
         job.micro_batch,
     )
-    writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total())
+    writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total(), job.meter.decoder())
 
 
-def _seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
+def seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
     """The views of each micro-batch of a step."""
     for micro in range(job.accumulate):
         seen = next(views)

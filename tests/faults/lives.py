@@ -102,7 +102,7 @@ def made() -> tuple[ADCLR, torch.optim.AdamW]:
 
 
 def state(step: int) -> checkpoint.State:
-    return checkpoint.State(step, 4, "none", [0.0] * 7, 1, 8)
+    return checkpoint.State(step, 4, "none", {"sums": [0.0] * 7, "void": []}, 1, 8)
 
 
 def newest(run: Path) -> int | None:

@@ -231,6 +231,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_sentence(
     assert {"step_8.damaged", "step_6.damaged"} < {path.name for path in run.checkpoints.iterdir()}
 
 
+def metered(numbers: torch.Tensor) -> dict[str, Any]:
+    return {"sums": numbers.tolist()}
+
+
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (time.sleep(seconds), real(handle))[1])
@@ -244,19 +248,19 @@ def test_the_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: py
     before = method.student.backbone.norm.weight.clone()
     with Writer(run, tiny(), said.append) as writer:
         started = time.monotonic()
-        writer.save(lives.state(1), checkpoint.parts(method, optimizer), torch.arange(7.0, dtype=torch.float64))
+        writer.save(lives.state(1), checkpoint.parts(method, optimizer), torch.arange(7.0), metered)
         assert time.monotonic() - started < 0.1
         with torch.no_grad():
             method.student.backbone.norm.weight.add_(1.0)
         assert run.steps() == []  # nothing is said to be there that is not
-        writer.save(lives.state(2), checkpoint.parts(method, optimizer), torch.zeros(7, dtype=torch.float64))
+        writer.save(lives.state(2), checkpoint.parts(method, optimizer), torch.zeros(7), metered)
         assert time.monotonic() - started > 0.5  # there is one copy, so the second save waits for the first
         assert run.steps() == [1]
     assert run.steps() == [1, 2]
     for step, value in ((1, before), (2, before + 1)):
         student = load_file(run.checkpoints / f"step_{step}" / "student.safetensors")
         assert torch.equal(student["backbone.norm.weight"], value)
-    assert checkpoint.read_json(run.checkpoints / "step_1" / "state.json")["meter"] == list(range(7))
+    assert checkpoint.read_json(run.checkpoints / "step_1" / "state.json")["meter"] == {"sums": list(range(7))}
     assert said == []
     assert not any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
 
@@ -270,7 +274,7 @@ def test_errors_of_the_writer_come_up_in_the_loop(tmp_path: Path, monkeypatch: p
 
     def loop() -> None:
         with Writer(Run(tmp_path / "run"), tiny(), print) as writer:
-            writer.save(lives.state(1), checkpoint.parts(method, optimizer), torch.zeros(7))
+            writer.save(lives.state(1), checkpoint.parts(method, optimizer), torch.zeros(7), metered)
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
                 writer.check()
