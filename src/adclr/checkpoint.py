@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from adclr import distributed, manifest
 from adclr.config import UserError
 from adclr.method import ADCLR
-from adclr.runs import Run, read_json, sync_directory, write_json, write_synced
+from adclr.runs import Run, read_json, sync, write_json, write_synced
 from adclr.weights import fit, read_tensors
 
 Parts = dict[str, dict[str, Tensor]]
@@ -83,14 +83,14 @@ def _publish(run: Run, folder: Path) -> Path:
     if final.exists():  # of a run that was copied, or set back: a whole one is resumed from, not made again
         _remove(final)
     os.rename(folder, final)
-    sync_directory(run.checkpoints)
+    sync(run.checkpoints)
     link = run.checkpoints / ".latest.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     if latest.is_dir() and not latest.is_symlink():  # a copy that followed links made a directory of it
         shutil.rmtree(latest)
     os.replace(link, latest)
-    sync_directory(run.checkpoints)
+    sync(run.checkpoints)
     return final
 
 

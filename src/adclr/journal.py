@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -41,6 +42,7 @@ class Journal:
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
+        self.troubled = False  # lines are held back, which was said
         self.listed = sum(1 for _ in run.rows("voided.jsonl"))
 
     def __enter__(self) -> Self:
@@ -57,7 +59,8 @@ class Journal:
     ) -> None:
         self.line.__exit__(kind, error, trace)
         for writer in self.writers:
-            writer.close()
+            with suppress(OSError):  # a full disk
+                writer.close()
 
     def say(self, text: str) -> None:
         self.line.say(text)
@@ -109,9 +112,20 @@ class Journal:
         if not self.main:
             return
         self.run.append("metrics.jsonl", {"step": step, "epoch": step / self.schedules.steps_per_epoch} | row)
+        if (self.run.trouble is not None) != self.troubled:
+            self.troubled = not self.troubled
+            self.say(
+                f"{self.run.path} cannot be written ({self.run.trouble.strerror}); its lines are held back meanwhile"
+                if self.run.trouble
+                else f"{self.run.path} can be written again, and nothing is missing"
+            )
         numbers = {name: value for name, value in row.items() if value is not None}
-        for writer in self.writers:
-            writer.log(step, numbers)
+        for writer in list(self.writers):
+            try:
+                writer.log(step, numbers)
+            except Exception as error:  # of whatever kind the package has; no run should end of it
+                self.writers.remove(writer)
+                self.say(f"{type(writer).__name__} gets no more curves, for it failed ({error}); metrics.jsonl has all")
 
     def score(self, step: int, probe: Callable[[], dict[str, float]]) -> None:
         """Takes a probe and notes it; its time is not the training's."""

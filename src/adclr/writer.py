@@ -108,6 +108,7 @@ class Writer:
         self.error, self.step = None, state.step
         while True:
             try:
+                self.run.settle()  # first: a run that goes on from here does not write those lines again
                 checkpoint.write(self.run, state, tensors, self.keep)
                 self.failed = 0
                 return

@@ -49,7 +49,11 @@ def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes:
 
 def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)"""
-    out, errors = process.communicate(timeout=seconds)
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
     return process.returncode, out, errors
 
 

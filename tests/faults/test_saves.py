@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 import shutil
 import signal
 import threading
@@ -176,32 +175,6 @@ def test_everything_is_synced_before_it_is_named_and_named_before_anything_is_de
     deleted = events.index(("rename", str(saved.checkpoints / "step_1")))
     assert named < linked < deleted
     assert here in events[linked:deleted]
-
-
-def test_a_disk_that_fills_at_any_byte_leaves_a_whole_checkpoint(saved: Run) -> None:
-    """ENOSPC at 20 random bytes, after a part of the piece was taken, as a disk does it."""
-    method, optimizer = lives.made()
-    tensors = checkpoint.parts(method, optimizer)
-    size = sum(path.stat().st_size for path in (saved.checkpoints / "step_2").iterdir())
-    real = os.write
-    for place in sorted(random.Random(0).sample(range(size), 20)):
-        left = place
-
-        def write(handle: int, data: Any) -> int:
-            nonlocal left
-            if left == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            taken = real(handle, bytes(data)[:left])
-            left -= taken
-            return taken
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "write", write)
-            with pytest.raises(OSError, match="No space"):
-                checkpoint.write(saved, lives.state(3), tensors, keep=2)
-        assert lives.newest(saved.path) == 2
-        assert sorted(path.name for path in saved.checkpoints.iterdir()) == ["latest", "step_1", "step_2"]
-        assert checkpoint.load(saved, method, optimizer) == lives.state(2)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_sentence(
