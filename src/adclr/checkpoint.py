@@ -1,22 +1,27 @@
-"""Checkpoints of a pretraining: written beside, synced, renamed; the newest few kept; resumed exactly.
+"""Checkpoints of a pretraining: {student, teacher, optimizer, centers}.safetensors and where it stands.
 
-checkpoints/step_N/{student, teacher, optimizer, centers}.safetensors + state.json + manifest.json (see `snapshot`), and
-checkpoints/latest, a link to the newest.
+How they are written is in `snapshot`; resumed exactly.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from adclr import snapshot
+from adclr import distributed, manifest, snapshot
 from adclr.config import UserError
 from adclr.coverage import fit
 from adclr.method import ADCLR
 from adclr.runs import Run
 from adclr.snapshot import Parts
+
+NAMES = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
 
 
 @dataclass(frozen=True)
@@ -26,41 +31,85 @@ class State:
     step: int  # steps done
     steps_per_epoch: int
     fingerprint: str  # of the collection
-    meter: list[float]  # sums since the last line of metrics.jsonl, mean over the processes
+    meter: dict[str, Any]  # what has been metered since the last line of metrics.jsonl
     processes: int
     micro_batch_size: int
 
 
-def save(run: Run, state: State, method: ADCLR, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    return snapshot.save(run, state.step, _parts(method, optimizer), vars(state), keep)
-
-
-def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
-    """Restores the latest checkpoint and says where it stands; None if there is none."""
-    found = run.steps()
-    if not found:
-        return None
-    folder = run.checkpoints / f"step_{found[-1]}"
-    parts = _parts(method, optimizer)
-    stored, state = snapshot.load(folder, list(parts))
-    for name, module in (
-        ("student", method.student),
-        ("teacher", method.teacher),
-        ("centers", method.centers),
-    ):
-        fit(parts[name], stored[name], folder / f"{name}.safetensors")
-        module.load_state_dict(stored[name])
-    snapshot.load_optimizer(method.student, optimizer, stored["optimizer"])
-    try:
-        return State(**state)
-    except TypeError:
-        raise UserError(f"{folder} is of another version of adclr; start the run anew in another --out") from None
-
-
-def _parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
+def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
+    """All tensors of a checkpoint, where they lie."""
     return {
         "student": method.student.state_dict(),
         "teacher": method.teacher.state_dict(),
         "centers": method.centers.state_dict(),
         "optimizer": snapshot.optimizer_state(method.student, optimizer),
     }
+
+
+def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
+    """Writes tensors on the CPU, makes that the latest, and only then deletes the checkpoints that are too many."""
+    return snapshot.write(run, state.step, tensors, vars(state), keep)
+
+
+def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
+    """Restores the newest whole checkpoint in which a step is not done yet, and changes nothing on the disk."""
+    found = manifest.newest(run, NAMES, before=step)
+    return None if found.step is None else _restore(run.checkpoints / f"step_{found.step}", method, optimizer)
+
+
+def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
+    """Restores the newest whole checkpoint and says where it stands; None if there is none.
+
+    The first process looks which that is, and sets newer ones that are damaged aside; all read the same.
+    """
+    device = next(method.parameters()).device
+    found = manifest.newest(run, NAMES) if distributed.is_main() else manifest.Found(None, {})
+    number = -1 if found.step is None else found.step
+    agreed = torch.tensor([number + 2 if distributed.is_main() else 0, bool(found.damaged)], device=device)
+    step, damaged = distributed.sum_(agreed).tolist()
+    if step == 1:
+        if damaged:
+            first = next(iter(found.damaged.items()), (0, "another process says so"))
+            raise UserError(
+                f"checkpoint {run.checkpoints}/step_{first[0]} is damaged at {first[1]} and no other is whole; "
+                "restore it, or delete that directory to start anew"
+            )
+        return None
+    for bad, name in found.damaged.items():
+        _set_aside(run, bad, name, step - 2)
+    return _restore(run.checkpoints / f"step_{step - 2}", method, optimizer)
+
+
+def _set_aside(run: Run, step: int, name: str, going_on_from: int) -> None:
+    """A damaged checkpoint must not be counted among those that are kept."""
+    folder = run.checkpoints / f"step_{step}"
+    aside = folder.with_name(f"{folder.name}.damaged")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder, aside)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
+        ) from None
+    print(
+        f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
+        f"training goes on from step {going_on_from}",
+        file=sys.stderr,
+    )
+
+
+def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.Optimizer) -> State:
+    wanted = parts(method, optimizer)
+    stored, state = snapshot.load(folder, list(wanted))
+    for name, module in (
+        ("student", method.student),
+        ("teacher", method.teacher),
+        ("centers", method.centers),
+    ):
+        fit(wanted[name], stored[name], folder / f"{name}.safetensors")
+        module.load_state_dict(stored[name])
+    snapshot.load_optimizer(method.student, optimizer, stored["optimizer"])
+    try:
+        return State(**state)
+    except TypeError:
+        raise UserError(f"{folder} is of another version of adclr; start the run anew in another --out") from None

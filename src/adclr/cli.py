@@ -1,7 +1,8 @@
 """The commands. torch is imported only when a command runs, so that --help is instant.
 
-Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with
-its traceback.
+Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 75 training was stopped by SIGTERM, SIGINT
+(Ctrl-C) or SIGUSR1 and has saved, so that the same command goes on; 128 + the number of a signal, stopped without
+saving, as by a second one; 1 anything else, with its traceback.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def parser() -> Parser:
         "--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images"
     )
     pretrain.add_argument("--resume", action="store_true", help="only go on with the run in --out, never start one")
+    pretrain.add_argument(
+        "--replay", type=_count, metavar="STEP", help="do a step of the run in --out again: what in it is not finite?"
+    )
     pretrain.add_argument("--list-recipes", action="store_true", help="list the recipes and stop")
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -200,7 +204,14 @@ def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["pretrain"].error("no output directory was named; give --out RUN")
     from adclr import launch
 
-    launched = launch.prepare(options.data, options.out, options.recipe, config.parse_words(words), options.resume)
+    launched = launch.prepare(
+        options.data, options.out, options.recipe, config.parse_words(words), bool(options.resume or options.replay)
+    )
+    if options.replay is not None:
+        from adclr import replay
+
+        replay.run(launched, options.replay)
+        return
     for reason in launched.reasons:
         print(reason, flush=True)
     from adclr import training

@@ -27,6 +27,7 @@ from adclr.journal import Probe
 from adclr.method import ADCLR
 from adclr.runs import Run, write_atomically
 from adclr.settings import VIT_SIZES, Settings
+from adclr.signals import Signals
 from adclr.sources import Source, Subset
 from adclr.tensors import read_tensors
 from adclr.vit import VisionTransformer
@@ -146,12 +147,17 @@ class Watch:
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total
 
-    def __call__(self) -> dict[str, float]:
-        scores = self.probe() if self.probe is not None else {}
-        if distributed.is_main():
-            scores |= self._look()
-            self.first = dict(scores) if self.fresh else self.first
-            self.fresh = False
+    def missing(self, start: int) -> bool:
+        rows = self.run.rows("metrics.jsonl")
+        return self.due(start) and not any(row.get("step") == start and "effective_rank" in row for row in rows)
+
+    def __call__(self, signals: Signals) -> dict[str, float]:
+        scores = self.probe(signals) if self.probe is not None else {}
+        if distributed.is_main() and (scores or self.probe is None):
+            seen = signals.cut_short(self._look)
+            scores = scores | seen if seen else {}
+            if seen and self.fresh:
+                self.first, self.fresh = dict(scores), False
         distributed.barrier()
         return scores
 

@@ -16,7 +16,7 @@ import torch
 from adclr import card, portable
 from adclr.config import UserError
 from adclr.formats import WRITERS, Made
-from adclr.runs import check_writable, provenance, sync_directory, write_json
+from adclr.runs import check_writable, provenance, sync, write_json
 from adclr.vit import VisionTransformer
 from adclr.weights import load_weights
 
@@ -56,7 +56,7 @@ def export(
         for path in temporary.iterdir():
             _sync(path)
         os.rename(temporary, place)
-        sync_directory(place.parent)
+        sync(place.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in parents:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from adclr.config import UserError
-from adclr.runs import read_json, sync_directory, write_json
+from adclr.runs import read_json, sync, write_json
 
 Format = Literal["parquet", "safetensors", "npy"]
 Facts = Mapping[str, Any]
@@ -184,7 +184,7 @@ def whole_or_not(path: Path, write: Callable[[Path], Any]) -> Any:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written ({error}); see to it, and the same command goes on") from None

@@ -203,11 +203,17 @@ class Train(Section):
         False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
     )
     deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
+    max_void_steps: Count = Field(
+        50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"
+    )
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
+    free_checkpoints: bool = Field(
+        True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
+    )
     loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, memory, optim
+from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, memory, optim, snapshot
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.compiled import Compiled
@@ -23,17 +23,20 @@ from adclr.draws import combine, epoch_order, key_of
 from adclr.evals import knn
 from adclr.feed import Batch, Feed
 from adclr.heads import ProjectionHead
-from adclr.journal import Journal, Meter
+from adclr.journal import Journal
 from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
+from adclr.meter import Meter
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
+from adclr.signals import Signals
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture, save_backbone
+from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
 
@@ -112,7 +115,7 @@ def run(launched: Launch) -> Run:
         repeatable(settings.train.deterministic),
     ):
         distributed.barrier()  # the directory is there, and it is ours
-        job = _assemble(launched, device)
+        job = assemble(launched, device)
         fits, step = True, None
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
@@ -130,12 +133,16 @@ def run(launched: Launch) -> Run:
     return run
 
 
-def _assemble(launched: Launch, device: torch.device) -> Job:
+def assemble(launched: Launch, device: torch.device, before: int | None = None) -> Job:
+    """The job, resumed; from a checkpoint before a step if one is given."""
     settings, source, run = launched.settings, launched.source, launched.run
     method = build(settings).to(device)
     dtype = autocast_dtype(settings.train.precision, device)
     optimizer = optim.make_optimizer(method.student, settings)
-    state = checkpoint.load(run, method, optimizer)
+    if before is None:
+        state = checkpoint.load(run, method, optimizer)
+    else:
+        state = checkpoint.load_before(before, run, method, optimizer)
     if state is not None:
         _check_resumable(launched, state)
     init = continued.begin(method, settings) if state is None and settings.model.init else None
@@ -174,7 +181,7 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         device=device,
         dtype=dtype,
         micro_batch=_micro_batch(settings, state, method, device, dtype),
-        meter=Meter(device),
+        meter=Meter(device, settings.train.log_every_steps),
         fingerprint=source.fingerprint(),
         init=init,
     )
@@ -217,7 +224,7 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
     """Opens the files of the run; the number of steps already done."""
     run, state = job.run, job.state
     if state is not None:
-        job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
+        job.meter.restore(state.meter)
     start = 0 if state is None else state.step
     distributed.barrier()  # until all have read what the first process is about to write over
     if distributed.is_main():
@@ -225,7 +232,8 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
         data = job.settings.data.model_copy(update={"allow_changed": False})
         run.write_settings(job.settings.model_copy(update={"data": data}))
         run.add_provenance(_facts(job, launched, compiled, start))
-        for name in ("metrics.jsonl", "timing.jsonl"):
+        snapshot.tidy(run)
+        for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl"):
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
             launched.source.listing.save(run.path / launch.INDEX)
@@ -249,59 +257,86 @@ def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) ->
     }
 
 
-def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(epoch, indices) of every micro-batch of this process, from a step on."""
-    per_epoch, batch = job.schedules.steps_per_epoch, job.settings.train.batch_size
-    local = batch // distributed.world_size()
+    local = job.settings.train.batch_size // distributed.world_size()
+    for epoch, batch in batches_of(job, start):
+        mine = batch[distributed.rank() * local :][:local]
+        for micro in range(0, local, job.micro_batch):
+            yield epoch, mine[micro : micro + job.micro_batch]
+
+
+def batches_of(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices) of every step from one on, over all processes."""
+    per_epoch, size = job.schedules.steps_per_epoch, job.settings.train.batch_size
     for step in range(start, job.schedules.total_steps):
         epoch, place = divmod(step, per_epoch)
         if place == 0 or step == start:
-            order = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
-        first = place * batch + distributed.rank() * local
-        for micro in range(first, first + local, job.micro_batch):
-            yield epoch, order[micro : micro + job.micro_batch]
+            shuffled = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
+        yield epoch, shuffled[place * size : (place + 1) * size]
+
+
+def _keys(job: Job, step: int) -> list[str]:
+    """Of the images of a step, which is counted from 1."""
+    _, indices = next(batches_of(job, step - 1))
+    return [f"{key:016x}" for key in job.feed.source.keys[indices]]
+
+
+def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead[Views]:
+    """The views of each (epoch, indices)."""
+    data = job.settings.data
+    batches = job.feed.batches(order, lambda epoch, keys, sizes: plan(job.settings, epoch, keys, sizes))
+
+    def make(batch: Batch[Plan]) -> Views:
+        return render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
+
+    return Ahead(batches, make, job.device)
 
 
 def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
-
-    def make(batch: Batch[Plan]) -> Views:
-        return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
-
-    views = Ahead(batches, make, job.device)
+    views, stop = views_of(job, order(job, start)), False
     try:
-        with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
-            if probe and start == 0:
-                journal.score(0, probe)
+        with (
+            Journal(settings, job.run, schedules, job.meter, views, lambda step: _keys(job, step), start) as journal,
+            Signals(journal.say) as signals,
+            Writer(job.run, settings, journal.say) as writer,
+        ):
+            if probe and probe.missing(start):
+                journal.score(start, probe, signals)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses, ok = take(_seeded(job, views, step), values)
+                losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
                 journal.step(done, values, losses, ok)
                 if probe and probe.due(done):
-                    journal.score(done, probe)
-                if done % every == 0 or done == total:
-                    _save(job, done)
+                    journal.score(done, probe, signals)
+                stop = signals.asked()
+                if stop or done % every == 0 or done == total:
+                    _save(job, writer, done)
+                writer.check()
+                if stop:
+                    break
+        if stop:
+            signals.stop(done)
     finally:
         views.close()
 
 
-def _save(job: Job, done: int) -> None:
+def _save(job: Job, writer: Writer, done: int) -> None:
     state = checkpoint.State(
         done,
         job.schedules.steps_per_epoch,
         job.fingerprint,
-        job.meter.mean(),
+        {},
         distributed.world_size(),
         job.micro_batch,
     )
-    if distributed.is_main():
-        checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
+    writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total(), job.meter.decoder())
 
 
-def _seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
+def seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
     """The views of each micro-batch of a step."""
     for micro in range(job.accumulate):
         seen = next(views)
@@ -329,15 +364,22 @@ class Probe:
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps
 
-    def __call__(self) -> dict[str, float]:
-        job, scores = self.job, {}
-        if distributed.is_main():
-            data = job.settings.data
-            teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-            found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
-            scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
+    def missing(self, start: int) -> bool:
+        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
+        rows = self.job.run.rows("metrics.jsonl")
+        return self.due(start) and not any(row.get("step") == start and "knn_top1" in row for row in rows)
+
+    def __call__(self, signals: Signals) -> dict[str, float]:
+        """Nothing if a signal came."""
+        scores = signals.cut_short(self._score) if distributed.is_main() else None
         distributed.barrier()
-        return scores
+        return scores or {}
+
+    def _score(self) -> dict[str, float]:
+        job, data = self.job, self.job.settings.data
+        teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+        found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
+        return {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
 
     def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
         return None

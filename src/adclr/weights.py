@@ -20,7 +20,7 @@ from pydantic import Field
 from safetensors.torch import save
 from torch import Tensor
 
-from adclr import config, distributed, layouts, origins
+from adclr import config, distributed, layouts, manifest, origins
 from adclr.config import Positive, Ratio, Section, UserError
 from adclr.coverage import Report, cover
 from adclr.decode import Decoder
@@ -179,10 +179,12 @@ def _find(weights: str | Path) -> tuple[Given, bool]:
 
 def _find_in_run(path: Path) -> Given:
     run = Run(path)
-    settings, steps = run.settings(), run.steps()
-    if settings is None or not steps:
-        raise UserError(f"{path} holds neither backbone.safetensors nor a checkpoint; give the directory of a run")
-    latest = run.checkpoints / f"step_{steps[-1]}" / "teacher.safetensors"
+    settings, found = run.settings(), manifest.newest(run, ["teacher.safetensors"])
+    if settings is None or found.step is None:
+        raise UserError(
+            f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"
+        )
+    latest = run.checkpoints / f"step_{found.step}" / "teacher.safetensors"
     return Given(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
 
 
