@@ -28,6 +28,7 @@ class Ahead:
     ) -> None:
         self.batches, self.make, self.device = batches, make, device
         self.seconds_waited = 0.0  # for images, by whoever takes the views
+        self.last: Views | None = None  # that were taken
         self._thread: ThreadPoolExecutor | None = None
         if device.type == "cuda":
             self.stream = stream("views", device)
@@ -45,7 +46,8 @@ class Ahead:
             started = time.monotonic()
             batch = next(self.batches)
             self.seconds_waited += time.monotonic() - started
-            return self.make(batch)
+            self.last = self.make(batch)
+            return self.last
         current = torch.cuda.current_stream(self.device)
         queued = current.record_event()
         if self._used is not None:
@@ -61,6 +63,7 @@ class Ahead:
         current.wait_event(ready)
         for tensor in views.tensors():
             tensor.record_stream(current)  # its memory is not given away before this stream is done with it
+        self.last = views
         return views
 
     def _make(self) -> Made:

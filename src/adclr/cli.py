@@ -79,9 +79,11 @@ def parser() -> Parser:
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
-    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn or matching, which needs no labels")
     evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
-    evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
+    evaluate.add_argument(
+        "--data", metavar="DIR", help="images; labelled: train/ and val/, or one folder that is split"
+    )
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
+from adclr import auto, cache, checkpoint, distributed, fit, health, launch, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
 from adclr.draws import combine, epoch_order, key_of
-from adclr.evals import knn
 from adclr.feed import Batch, Feed
 from adclr.heads import ProjectionHead
 from adclr.journal import Journal
-from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
 from adclr.meter import Meter
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
+from adclr.probe import NAMES, Images, Probe, open_images, summary
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.signals import Signals
 from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import plan
-from adclr.weights import Weights, architecture, save_backbone
+from adclr.weights import architecture, save_backbone
 from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
@@ -105,8 +105,7 @@ def run(launched: Launch) -> Run:
         print(f"{run.path} is finished: {run.path}/backbone.safetensors")
         return run
     device = choose(settings.train.device)
-    probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
-    labelled = open_labelled(probe_data) if probe_data else None
+    images = open_images(settings)
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
@@ -119,7 +118,7 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, Probe(job, labelled) if labelled else None)
+            _train(job, start, step, _probe(job, images))
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -304,7 +303,7 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
                 values = schedules.at(step)
                 losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
-                journal.step(done, values, losses, ok)
+                journal.step(done, values, losses, ok, partial(_look, job, views, values))
                 if probe and probe.due(done):
                     journal.score(done, lambda: probe(signals))
                 stop = signals.asked()
@@ -317,6 +316,17 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
             signals.stop(done)
     finally:
         views.close()
+
+
+def _look(job: Job, views: Ahead, values: optim.Values) -> dict[str, float]:
+    assert views.last is not None
+    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype)
+
+
+def _probe(job: Job, images: Images | None) -> Probe | None:
+    if images is None:
+        return None
+    return Probe(job.settings, job.run, job.schedules, job.method.teacher.backbone, images, job.device)
 
 
 def _save(job: Job, writer: Writer, done: int) -> None:
@@ -344,36 +354,6 @@ def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
     return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63
 
 
-class Probe:
-    """The teacher's kNN score on labelled images; the first process takes it while the others wait."""
-
-    def __init__(self, job: Job, labelled: Labelled) -> None:
-        self.job, self.labelled, settings = job, labelled, job.settings.probe
-        self.every = settings.every_epochs * job.schedules.steps_per_epoch
-        workers = job.settings.data.num_workers or None
-        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
-
-    def due(self, done: int) -> bool:
-        return done % self.every == 0 or done == self.job.schedules.total_steps
-
-    def missing(self, start: int) -> bool:
-        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
-        rows = self.job.run.rows("metrics.jsonl")
-        return self.due(start) and not any(row.get("step") == start and "knn_top1" in row for row in rows)
-
-    def __call__(self, signals: Signals) -> dict[str, float]:
-        """Nothing if a signal came."""
-        scores = signals.cut_short(self._score) if distributed.is_main() else None
-        distributed.barrier()
-        return scores or {}
-
-    def _score(self) -> dict[str, float]:
-        job, data = self.job, self.job.settings.data
-        teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-        found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
-        return {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
-
-
 def _finish(job: Job) -> None:
     """Exports the teacher's backbone and sums up the run."""
     run, settings = job.run, job.settings
@@ -390,10 +370,12 @@ def _finish(job: Job) -> None:
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if "knn_top1" in row],
+            "probes": [row for row in metrics if any(name in row for name in NAMES)],
             "unreadable_images": len(unreadable),
         },
     )
+    if learned := summary(metrics):
+        print(learned)
     if unreadable:
         print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
     print(f"done: {run.path}/backbone.safetensors")
