@@ -33,6 +33,7 @@ class Ahead(Generic[M]):
     ) -> None:
         self.batches, self.make, self.device = batches, make, device
         self.seconds_waited = 0.0  # for images, by whoever takes the views
+        self.last: M | None = None  # that were taken
         self._thread: ThreadPoolExecutor | None = None
         if device.type == "cuda":
             self.stream = stream("views", device)
@@ -49,7 +50,8 @@ class Ahead(Generic[M]):
             started = time.monotonic()
             batch = next(self.batches)
             self.seconds_waited += time.monotonic() - started
-            return self.make(batch)
+            self.last = self.make(batch)
+            return self.last
         current = torch.cuda.current_stream(self.device)
         queued = current.record_event()
         if self._used is not None:
@@ -65,6 +67,7 @@ class Ahead(Generic[M]):
         current.wait_event(ready)
         for tensor in views.tensors():
             tensor.record_stream(current)  # its memory is not given away before this stream is done with it
+        self.last = views
         return views
 
     def _make(self) -> tuple[M, torch.cuda.Event] | None:

@@ -80,14 +80,15 @@ def parser() -> Parser:
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
-    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune or transfer")
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune, transfer, or matching")
     evaluate.add_argument("--weights", metavar="W", help=W)
     evaluate.add_argument("--partial", action="store_true", help=PARTIAL)
     evaluate.add_argument(
         "--data",
         nargs="+",
         metavar="DIR",
-        help="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several",
+        help="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
+        "for matching any images",
     )
     evaluate.add_argument("--from-scratch", action="store_true", help="the control: the same ViT, newly initialised")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from adclr import distributed, loggers
+from adclr import distributed, health, loggers
 from adclr.ahead import Ahead
 from adclr.augment import Views
 from adclr.config import UserError
@@ -53,6 +54,10 @@ class Journal:
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
+        rows = run.rows("metrics.jsonl")
+        self.looks = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
+        self.finding: str | None = None  # what was last said of it
+        self.condition = ""
         self.troubled = False  # lines are held back, which was said
         self.listed = sum(1 for _ in run.rows("voided.jsonl"))
 
@@ -76,8 +81,8 @@ class Journal:
     def say(self, text: str) -> None:
         self.line.say(text)
 
-    def step(self, done: int, values: Values, losses: Tensor, ok: Tensor) -> None:
-        """Takes note of a step; every few steps this is where the host waits for the device."""
+    def step(self, done: int, values: Values, losses: Tensor, ok: Tensor, look: Callable[[], dict[str, float]]) -> None:
+        """Takes note of a step; every few this is where the host waits for the device, and `look`s at its health."""
         self.meter.add(done, losses, ok)
         if done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps:
             means, void, last_void = self.meter.read()
@@ -85,7 +90,8 @@ class Journal:
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
             self.clock, self.marked = time.monotonic(), done
             schedule = {name: value for name, value in vars(values).items() if not name.startswith("freeze")}
-            self.write(done, means | schedule)
+            seen = self._health(done, look, means["loss_global"]) if self._look_is_due(done) else {}
+            self.write(done, means | schedule | seen)
             if self.main:
                 waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
                 row = {
@@ -95,9 +101,27 @@ class Journal:
                     "seconds_waiting_for_images": waited,
                 }
                 self.run.append("timing.jsonl", row)
-            self.text = _describe(means, speed)
+            self.text = f"{_describe(means, speed)}{self.condition}"
             self._note_void(done, void, last_void)
         self.line.move(done, self.text)
+
+    def _look_is_due(self, done: int) -> bool:
+        """At the first line, which later ones are compared with, and then at those next to every so many steps."""
+        every, lines = self.settings.train.health_every_steps, self.settings.train.log_every_steps
+        return every is not None and (not self.looks or done // every > (done - lines) // every)
+
+    def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
+        found = look()
+        self.looks.append(found)
+        finding = health.diagnose(self.looks)
+        self.condition = f", kl {found['target_kl']:.2g}, rank {found['rank_cls']:.1f}"
+        if finding is not None:
+            self.condition += f", {finding.name}"
+            if finding.name != self.finding:
+                self.say(f"step {done}: {finding.name}: {finding.words}")
+        self.finding = None if finding is None else finding.name
+        of_uniform = None if loss is None else loss / math.log(self.settings.method.num_prototypes)
+        return found | {"loss_of_log_k": of_uniform}
 
     def _note_void(self, done: int, void: list[Void], last: int) -> None:
         """Lists the steps that were void with the keys of their images; ends a run in which nothing else happens."""

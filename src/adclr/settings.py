@@ -207,6 +207,9 @@ class Train(Section):
         50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"
     )
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
+    health_every_steps: Count | None = Field(
+        100, description="steps between looks at whether it collapses; null: never"
+    )
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
@@ -218,9 +221,14 @@ class Train(Section):
 
 
 class Probe(Section):
-    """A kNN score of the teacher during training."""
+    """Scores of the teacher during training."""
 
-    data: str | None = Field(None, description="labelled folder (train/ and val/, or one that is split 80/20)")
+    data: str | None = Field(
+        None, description="labelled folder (train/ and val/, or one that is split 80/20), for a kNN score"
+    )
+    held_out: str | None = Field(
+        None, description="images that are not trained on: how often do patches find their place in another view?"
+    )
     every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
     k: Count = Field(20, description="neighbours")
     images_at_once: Count = Field(256, description="images that go through the network together")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, continued, distributed, fit, journal, launch, memory, optim, snapshot
+from adclr import auto, cache, checkpoint, continued, distributed, fit, health, journal, launch, memory, optim, snapshot
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.compiled import Compiled
@@ -20,22 +21,21 @@ from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
 from adclr.draws import combine, epoch_order, key_of
-from adclr.evals import knn
 from adclr.feed import Batch, Feed
 from adclr.heads import ProjectionHead
 from adclr.journal import Journal
-from adclr.labelled import Labelled, open_labelled
 from adclr.launch import Launch
 from adclr.meter import Meter
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
+from adclr.probe import NAMES, Images, Probe, open_images, summary
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.signals import Signals
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import Plan, plan
-from adclr.weights import Weights, architecture, save_backbone
+from adclr.weights import architecture, save_backbone
 from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
@@ -107,8 +107,7 @@ def run(launched: Launch) -> Run:
         print(f"{run.path} is finished: {run.path}/backbone.safetensors")
         return run
     device = choose(settings.train.device)
-    probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
-    labelled = open_labelled(probe_data) if probe_data else None
+    images = open_images(settings)
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
@@ -121,7 +120,7 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, _probe(job, start, labelled))
+            _train(job, start, step, _probe(job, start, images))
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -309,7 +308,7 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> Non
                 values = schedules.at(step)
                 losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
-                journal.step(done, values, losses, ok)
+                journal.step(done, values, losses, ok, partial(_look, job, views, values))
                 if probe and probe.due(done):
                     journal.score(done, probe, signals)
                 stop = signals.asked()
@@ -322,6 +321,21 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> Non
             signals.stop(done)
     finally:
         views.close()
+
+
+def _look(job: Job, views: Ahead[Views], values: optim.Values) -> dict[str, float]:
+    assert views.last is not None
+    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype)
+
+
+def _probe(job: Job, start: int, images: Images | None) -> journal.Probe | None:
+    """Scores of the images there are for it, and a watch if the run has weights to lose."""
+    settings, run, schedules, teacher = job.settings, job.run, job.schedules, job.method.teacher.backbone
+    probe = None if images is None else Probe(settings, run, schedules, teacher, images, job.device)
+    if settings.model.init is None:
+        return probe
+    steps = schedules.steps_per_epoch, schedules.total_steps
+    return continued.Watch(run, settings, teacher, job.feed.source, job.device, steps, start, probe)
 
 
 def _save(job: Job, writer: Writer, done: int) -> None:
@@ -349,51 +363,6 @@ def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
     return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63
 
 
-class Probe:
-    """The teacher's kNN score on labelled images; the first process takes it while the others wait."""
-
-    def __init__(self, job: Job, labelled: Labelled) -> None:
-        self.job, self.labelled, settings = job, labelled, job.settings.probe
-        self.every = settings.every_epochs * job.schedules.steps_per_epoch
-        workers = job.settings.data.num_workers or None
-        # a broken image of the probe is no reason to end a run
-        self.settings = knn.Settings(
-            k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers, max_unreadable=1.0
-        )
-
-    def due(self, done: int) -> bool:
-        return done % self.every == 0 or done == self.job.schedules.total_steps
-
-    def missing(self, start: int) -> bool:
-        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
-        rows = self.job.run.rows("metrics.jsonl")
-        return self.due(start) and not any(row.get("step") == start and "knn_top1" in row for row in rows)
-
-    def __call__(self, signals: Signals) -> dict[str, float]:
-        """Nothing if a signal came."""
-        scores = signals.cut_short(self._score) if distributed.is_main() else None
-        distributed.barrier()
-        return scores or {}
-
-    def _score(self) -> dict[str, float]:
-        job, data = self.job, self.job.settings.data
-        teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-        found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
-        return {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
-
-    def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
-        return None
-
-
-def _probe(job: Job, start: int, labelled: Labelled | None) -> journal.Probe | None:
-    """A score if there are labels, and a watch if the run has weights to lose."""
-    probe = Probe(job, labelled) if labelled else None
-    if job.settings.model.init is None:
-        return probe
-    steps, teacher = (job.schedules.steps_per_epoch, job.schedules.total_steps), job.method.teacher.backbone
-    return continued.Watch(job.run, job.settings, teacher, job.feed.source, job.device, steps, start, probe)
-
-
 def _finish(job: Job) -> None:
     """Exports the teacher's backbone and sums up the run."""
     run, settings = job.run, job.settings
@@ -410,10 +379,12 @@ def _finish(job: Job) -> None:
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / memory.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if {"knn_top1", "drift_cosine"} & set(row)],
+            "probes": [row for row in metrics if any(name in row for name in (*NAMES, "drift_cosine"))],
             "unreadable_images": len(unreadable),
         },
     )
+    if learned := summary(metrics):
+        print(learned)
     if unreadable:
         print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
     print(f"done: {run.path}/backbone.safetensors")

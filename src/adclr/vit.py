@@ -133,9 +133,9 @@ class VisionTransformer(nn.Module):
         self.drop_path = drop_path  # of the last block, the first has none, linear in between
         self.run_block: RunBlock = run_block  # by `forward_many`
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self._initialise()
+        self.initialise()
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         for token in (self.cls_token, self.reg_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)

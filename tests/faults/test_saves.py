@@ -233,7 +233,7 @@ def test_the_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: py
     for step, value in ((1, before), (2, before + 1)):
         student = load_file(run.checkpoints / f"step_{step}" / "student.safetensors")
         assert torch.equal(student["backbone.norm.weight"], value)
-    assert checkpoint.read_json(run.checkpoints / "step_1" / "state.json")["meter"] == {"sums": list(range(7))}
+    assert snapshot.read_json(run.checkpoints / "step_1" / "state.json")["meter"] == {"sums": list(range(7))}
     assert said == []
     assert not any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
 
@@ -278,7 +278,7 @@ def test_resuming_with_other_numbers_of_processes(
         else:
             code, _, errors = lives.finish(process)
             assert code == 0, errors
-    starts = checkpoint.read_json(out / "provenance.json")
+    starts = snapshot.read_json(out / "provenance.json")
     assert [start["processes"] for start in starts] == [ranks for ranks, _ in lengths]
     assert all(start["from_step"] for start in starts[1:])
     one, many = (list(run.rows("metrics.jsonl")) for run in (whole, Run(out)))
