@@ -28,7 +28,7 @@ from adclr.ahead import Ahead
 from adclr.auto import cpu_count
 from adclr.decode import Decoder
 from adclr.feed import Feed
-from adclr.fit import host_memory
+from adclr.memory import host_memory
 from adclr.nvjpeg import GpuDecoder
 from adclr.settings import Settings
 from adclr.sources import ImageFolder

@@ -29,8 +29,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 T = TypeVar("T")
-# any number of things; one may be written without brackets
-Several = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)]
+_one = BeforeValidator(lambda value: (value,) if isinstance(value, int | float | str) else value)
+Several = Annotated[tuple[T, ...], _one]  # any number of things; one may be written without brackets
 Device = Literal["auto", "cpu", "cuda"]
 
 

@@ -67,3 +67,24 @@ def min_(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return tensor
+
+
+def part(count: int) -> range:
+    """Which of `count` things in a row are this process's."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The rows of all processes, of each perhaps another number, one behind the other in the order of the processes."""
+    if world_size() == 1:
+        return tensor
+    device = torch.device("cuda", local_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(tensor)], device=device))
+    longest = max(int(count) for count in counts)
+    padded = torch.zeros(longest, *tensor.shape[1:], dtype=tensor.dtype, device=device)
+    padded[: len(tensor)] = tensor
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded)
+    rows = [rows[: int(count)] for rows, count in zip(found, counts, strict=True)]
+    return torch.cat(rows).to(tensor.device)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
-from adclr.views import Plan
 
 # Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
 AHEAD = 3
@@ -41,13 +40,16 @@ SWITCH_SECONDS = 5e-4
 
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
+Plan = TypeVar("Plan")
 Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> what is made of the batch
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Generic[Plan]):
     packed: Packed
     plan: Plan
+    epoch: int
+    indices: NDArray[np.int64]  # of the images whose places these are
 
 
 class Feed:
@@ -90,6 +92,15 @@ class Feed:
             return self.store.image(index)
         return self._next(index, self.decoder)
 
+    def shown(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Whose pixels a batch has in the places of these images, once it is made."""
+        with self._lock:
+            listed = list(self.unreadable)
+        found = indices.copy()
+        while (bad := np.isin(found, listed)).any():
+            found[bad] = (found[bad] + 1) % len(self.source)
+        return found
+
     def _item(self, index: int) -> Pixels | Encoded:
         """The same, but for a file that the GPU is to decode."""
         gpu = self.gpu_decoder
@@ -115,20 +126,22 @@ class Feed:
             if len(self.unreadable) > self.max_unreadable * len(self.source):
                 raise UserError(
                     f"{len(self.unreadable)} of {len(self.source)} images cannot be read, the last one "
-                    f"{self.source.paths[index]} ({reason}); mend them or raise data.max_unreadable"
+                    f"{self.source.paths[index]} ({reason}); mend them or raise max_unreadable"
                 )
 
-    def batches(self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner) -> Generator[Batch, None, None]:
+    def batches(
+        self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner[Plan]
+    ) -> Generator[Batch[Plan], None, None]:
         """A batch for each (epoch, indices), in order."""
         if self.num_workers == 0:
             for epoch, indices in order:
                 yield self._assemble(epoch, indices, self._items(self._wanted(indices)), planner)
             return
-        waiting: deque[Future[Batch]] = deque()
+        waiting: deque[Future[Batch[Plan]]] = deque()
         decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
         assembler = ThreadPoolExecutor(1, "assemble", self._be_there)
 
-        def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch:
+        def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch[Plan]:
             return self._assemble(epoch, indices, [item for part in parts for item in part.result()], planner)
 
         switch = sys.getswitchinterval()
@@ -162,10 +175,10 @@ class Feed:
         return indices[:0] if self.store is not None and self.store.on_gpu else indices
 
     def _assemble(
-        self, epoch: int, indices: NDArray[np.int64], items: list[Pixels | Encoded], planner: Planner
-    ) -> Batch:
+        self, epoch: int, indices: NDArray[np.int64], items: list[Pixels | Encoded], planner: Planner[Plan]
+    ) -> Batch[Plan]:
         packed = self._pack(indices, items) if items else cast(Store, self.store).select(indices)
-        return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes))
+        return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes), epoch, indices)
 
     def _pack(self, indices: NDArray[np.int64], items: list[Pixels | Encoded]) -> Packed:
         """Files that the GPU cannot decode are the CPU's, which finds out what is wrong with them."""
@@ -183,7 +196,7 @@ class Feed:
     def rate(self, batch: int = 128, batches: int = 4) -> float:
         """Images/s that are read and decoded when nothing else runs; one batch before is not timed."""
         spread = np.linspace(0, len(self.source) - 1, (1 + batches) * batch).astype(np.int64)
-        made = self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: cast(Plan, None))
+        made = self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: None)
         next(made)
         started = time.perf_counter()
         count = sum(len(found.packed.sizes) for found in made)

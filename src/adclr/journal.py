@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adclr import distributed, loggers
 from adclr.ahead import Ahead
+from adclr.augment import Views
 from adclr.config import UserError
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
@@ -54,7 +55,7 @@ class Journal:
     """Only the first process writes; all of them meter."""
 
     def __init__(
-        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, ahead: Ahead, start: int
+        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, ahead: Ahead[Views], start: int
     ) -> None:
         self.settings, self.run, self.schedules, self.meter, self.ahead = settings, run, schedules, meter, ahead
         self.main = distributed.is_main()

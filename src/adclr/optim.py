@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,13 @@ def cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
+    """Linear from 0 to `peak` over `warmup` steps, then a cosine down to `final` at `total`."""
+    if step < warmup:
+        return peak * step / warmup
+    return cosine(peak, final, (step - warmup) / max(1, total - warmup))
+
+
 @dataclass(frozen=True)
 class Schedules:
     """Everything by step; an epoch is as many whole batches as the images give."""
@@ -48,10 +57,7 @@ class Schedules:
         epoch = step // self.steps_per_epoch
         peak = optim.lr * self.settings.train.batch_size / 256
         warmup = round(optim.warmup_epochs * self.steps_per_epoch)
-        if step < warmup:
-            lr = peak * step / warmup
-        else:
-            lr = cosine(peak, optim.final_lr, (step - warmup) / max(1, total - warmup))
+        lr = warm_cosine(step, warmup, total, peak, optim.final_lr)
         warm = method.teacher_temperature_warmup_epochs
         rise = min(1.0, epoch / warm) if warm else 1.0
         start, end = method.teacher_temperature_start, method.teacher_temperature
@@ -78,6 +84,34 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     on_gpu = any(p.is_cuda for p in trained)
     betas = settings.optim.betas
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True, capturable=on_gpu)
+
+
+UNDECAYED = ("cls_token", "reg_token", "pos_embed")
+
+
+def layer_groups(
+    named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups of a fine-tuning; `scale` is what the learning rate of each is multiplied with.
+
+    Layer 0 is what makes tokens, block i is layer i + 1, the last norm and the head are layer depth + 1; each layer is
+    `layer_decay` times as fast as the one above it. Tokens, positions and what has one dimension are not decayed.
+    """
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in named:
+        first, _, rest = name.partition(".")
+        if first in (*UNDECAYED, "patch_embed"):
+            layer = 0
+        else:
+            layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
+        decayed = parameter.ndim > 1 and first not in UNDECAYED
+        new = {
+            "params": [],
+            "scale": layer_decay ** (depth + 1 - layer),
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
+        groups.setdefault((layer, decayed), new)["params"].append(parameter)
+    return list(groups.values())
 
 
 @torch.no_grad()

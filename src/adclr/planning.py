@@ -153,7 +153,7 @@ def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
 
 def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     """Decodes a few images, as the cache does to guess the size of all."""
-    from adclr import cache, devices, fit, training
+    from adclr import cache, devices, memory, training
     from adclr.feed import Feed
     from adclr.nvjpeg import GpuDecoder
 
@@ -176,13 +176,13 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
         free = gpu.gib * GIB
     else:
         device = devices.choose(settings.train.device)
-        free = fit.available(device) if device.type == "cuda" else 0.0
+        free = memory.available(device) if device.type == "cuda" else 0.0
         if GpuDecoder.suits(device):
             rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
     mode = settings.data.cache
     if mode == "gpu" and not free:
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
-    where = None if mode == "off" else cache.place(mode, size, cache.Room(fit.host_memory(), free))
+    where = None if mode == "off" else cache.place(mode, size, cache.Room(memory.host_memory(), free))
     return Sample(size, where, rate, threads)
 
 
@@ -205,7 +205,7 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
     """The device that is here, by a few steps."""
     import torch
 
-    from adclr import devices, fit, optim, speed, step, training
+    from adclr import devices, fit, memory, optim, speed, step, training
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
@@ -213,11 +213,11 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
     gpu = device.type == "cuda"
     if gpu:
         fixed, each = fit.measure(method, settings, device, dtype)
-        whole = fit.available(device)
+        whole = memory.available(device)
         room = fit.GPU_SHARE * (whole - filled) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
         fixed, each = 20.0 * cost.parameters(settings).all, fit.estimate(settings)
-        whole = fit.host_memory()
+        whole = memory.host_memory()
         room = fit.CPU_SHARE * whole
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
     timed = micro if gpu else min(micro, CPU_IMAGES)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
+from adclr import auto, cache, checkpoint, distributed, fit, launch, memory, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.config import UserError
@@ -31,7 +31,7 @@ from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
-from adclr.views import plan
+from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture, save_backbone
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
@@ -156,8 +156,8 @@ def _assemble(launched: Launch, device: torch.device) -> Job:
         on_unreadable=quarantine,
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
-    gpu = fit.available(device) if device.type == "cuda" else 0.0
-    room = cache.Room(fit.host_memory() / distributed.local_world_size(), gpu)
+    gpu = memory.available(device) if device.type == "cuda" else 0.0
+    room = cache.Room(memory.host_memory() / distributed.local_world_size(), gpu)
     show = distributed.is_main()
     feed.store = cache.make(settings.data.cache, feed.read, len(source), feed.num_workers, room, device, show)
     return Job(
@@ -262,7 +262,7 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
 
-    def make(batch: Batch) -> Views:
+    def make(batch: Batch[Plan]) -> Views:
         return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
 
     views = Ahead(batches, make, job.device)
@@ -346,7 +346,7 @@ def _finish(job: Job) -> None:
             "epochs": settings.train.epochs,
             "seconds_training": sum(row.get("seconds", 0.0) for row in timing),
             "images_per_second": float(np.median(speeds)) if speeds else None,
-            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
+            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / memory.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
             "probes": [row for row in metrics if "knn_top1" in row],
             "unreadable_images": len(unreadable),
@@ -366,7 +366,7 @@ def _too_large(job: Job) -> str:
     fits = max(size for size in range(1, less + 1) if local % size == 0)
     if distributed.world_size() == 1:
         fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
-    room = fit.available(job.device) / fit.GIB
+    room = memory.available(job.device) / memory.GIB
     return (
         f"{job.micro_batch} images at once do not fit into {room:.0f} GiB of GPU memory; "
         f"set train.micro_batch_size={fits}"

@@ -106,7 +106,7 @@ class VisionTransformer(nn.Module):
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
-        self.num_registers = num_registers
+        self.num_registers, self.layer_scale = num_registers, layer_scale
         self.query_keys: QueryKeys = query_keys
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
@@ -139,6 +139,21 @@ class VisionTransformer(nn.Module):
         if height % self.patch_size or width % self.patch_size or not height or not width:
             raise ValueError(f"an image of {height}x{width} pixels is not divisible by patches of {self.patch_size}")
         return height // self.patch_size, width // self.patch_size
+
+    def like(self) -> VisionTransformer:
+        """A new one of the same shape: the control of everything that these weights are good for."""
+        return VisionTransformer(
+            self.dim,
+            self.depth,
+            self.num_heads,
+            self.patch_size,
+            self.input_size,
+            self.num_registers,
+            self.layer_scale,
+            query_keys=self.query_keys,
+            position_resampling=self.position_resampling,
+            num_channels=self.num_channels,
+        )
 
     # -- tokens in --
 
@@ -202,16 +217,20 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor, queries: Tensor | None = None, mask: Tensor | None = None) -> Tokens:
         return self._forward([Input(images, queries, mask)], run_block)[0]
 
-    def forward_many(self, inputs: Sequence[Input]) -> list[Tokens]:
-        """`forward` of several inputs at once, such as crops of several sizes; in training, as fast as can be."""
-        return self._forward(inputs, self.run_block)
+    def forward_many(self, inputs: Sequence[Input], kept: Tensor | None = None) -> list[Tokens]:
+        """`forward` of several inputs at once, such as crops of several sizes; in training, as fast as can be.
 
-    def _forward(self, inputs: Sequence[Input], run: RunBlock) -> list[Tokens]:
+        `kept`, depth×2×sequences, is what drop path multiplies with, for who draws that himself.
+        """
+        return self._forward(inputs, self.run_block, kept)
+
+    def _forward(self, inputs: Sequence[Input], run: RunBlock, kept: Tensor | None = None) -> list[Tokens]:
         started = [self._start(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(Group(x.shape[0], x.shape[1], num_image) for x, num_image in started)
         wanted = tuple(item.patches for item in inputs)
         x = to_stream(torch.cat([x.flatten(0, 1) for x, _ in started]))
-        kept = self._kept(sum(group.sequences for group in groups), x.device)
+        if kept is None:
+            kept = self._kept(sum(group.sequences for group in groups), x.device)
         y = self.first_norm(x)
         for i, (block, following) in enumerate(self._with_norms()):
             last = i == self.depth - 1

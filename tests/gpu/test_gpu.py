@@ -21,6 +21,7 @@ from adclr.augment import render
 from adclr.blocks import QueryKeys
 from adclr.config import build
 from adclr.feed import Batch
+from adclr.memory import GIB
 from adclr.settings import Settings
 from adclr.views import plan
 from adclr.weights import create_backbone
@@ -149,7 +150,7 @@ def test_the_micro_batch_is_fitted_to_memory() -> None:
         method.zero_grad(set_to_none=True)
         del losses
         predicted = fixed + count * each
-        print(f"micro-batch {count}: {peak / fit.GIB:.2f} GiB, predicted {predicted / fit.GIB:.2f}")
+        print(f"micro-batch {count}: {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}")
         assert 0.8 < predicted / peak < 1.4
     assert fit.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
 

@@ -12,7 +12,7 @@ from typing import Any
 from adclr import config
 from adclr.config import UserError
 
-NAMES = ("knn",)
+NAMES = ("knn", "linear")
 
 
 def module(name: str) -> ModuleType:
