@@ -12,9 +12,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from adclr import __version__
 
@@ -75,9 +74,15 @@ def parser() -> Parser:
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
-    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune or transfer")
     evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
-    evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
+    evaluate.add_argument(
+        "--data",
+        nargs="+",
+        metavar="DIR",
+        help="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several",
+    )
+    evaluate.add_argument("--from-scratch", action="store_true", help="the control: the same ViT, newly initialised")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -194,30 +199,15 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
     if not options.name:
         options.parsers["evaluate"].error(f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
     values = config.parse_words(words)
-    for key in ("weights", "data"):
-        if getattr(options, key):
-            values[key] = getattr(options, key)
     chosen = evals.module(options.name)
+    if options.data:
+        if len(options.data) > 1 and options.name != "transfer":
+            raise config.UserError(f"{options.name} takes one --data, not {len(options.data)}; transfer takes several")
+        values["data"] = options.data if options.name == "transfer" else options.data[0]
+    values |= {key: value for key in ("weights", "from_scratch") if (value := getattr(options, key))}
     settings = config.build(chosen.Settings, values)
-    from adclr.runs import check_writable, provenance, write_json
-
-    out = Path(options.out) if options.out else _score_file(options.name, settings)
-    check_writable(out)
-    if out.is_dir():
-        raise config.UserError(f"{out} is a folder; give the name of a file")
-    scores = chosen.run(settings)
-    for key, value in scores.items():
-        print(f"{key:<16} {value:.2f}" if value % 1 else f"{key:<16} {value:.0f}")
-    write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": provenance()})
-    print(f"written to {out}")
-
-
-def _score_file(name: str, settings: Any) -> Path:
-    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart."""
-    weights, data = Path(settings.weights), os.path.abspath(settings.data)
-    told = settings.model_copy(update={"weights": "", "data": data}).model_dump_json()
-    file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
-    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
+    out = Path(options.out) if options.out else evals.file_of(options.name, settings)
+    evals.score(options.name, settings, out, say=True)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from adclr import auto, cache, checkpoint, distributed, fit, launch, memory, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
+from adclr.compiled import Compiled
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
@@ -29,7 +30,7 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
-from adclr.speed import Compiled, prepare, ready, repeatable
+from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture, save_backbone

@@ -58,14 +58,21 @@ Alter = Callable[[Tensor, Draws], tuple[Tensor, list[Tensor]]]  # crops in [0, 1
 
 
 class Crops:
-    """Batches of the train split. `batch_size` is global and even; each process gets its part of every batch."""
+    """Batches of the train split. `batch_size` is global; each process gets its part, of whole `pairs` if need be."""
 
     def __init__(
-        self, weights: Weights, labelled: Labelled, settings: Task, device: torch.device, size: int, batch_size: int
+        self,
+        weights: Weights,
+        labelled: Labelled,
+        settings: Task,
+        device: torch.device,
+        size: int,
+        batch_size: int,
+        pairs: bool = False,
     ) -> None:
         self.split, self.classes, self.seed = labelled.train, labelled.classes, settings.seed
         self.device, self.size = device, size
-        self.batch_size = fitting(batch_size, len(self.split.labels))
+        self.batch_size = fitting(batch_size, len(self.split.labels), (1 + pairs) * distributed.world_size())
         self.steps_per_epoch = len(self.split.labels) // self.batch_size
         self.unreadable: dict[str, str] = {}
         on_gpu = device.type == "cuda"
@@ -129,14 +136,13 @@ class Crops:
         return Ahead(self.feed.batches(self._order(start, end, micro), self._plan), make, self.device)
 
 
-def fitting(batch_size: int, num_images: int) -> int:
-    """The batch that is taken: of few images all, but for those that do not divide by the processes."""
-    processes = distributed.world_size()
-    if batch_size % processes:
-        raise UserError(f"batch_size={batch_size} does not divide by {processes} processes; choose one that does")
-    if num_images < processes:
-        raise UserError(f"{num_images} images are fewer than {processes} processes; start fewer")
-    return batch_size if num_images >= batch_size else num_images // processes * processes
+def fitting(batch_size: int, num_images: int, unit: int) -> int:
+    """The batch that is taken: of few images all, but for those that are no whole `unit`."""
+    if batch_size % unit:
+        raise UserError(f"batch_size={batch_size} does not divide by {unit}; choose one that does")
+    if num_images < unit:
+        raise UserError(f"{num_images} images for training are too few; {unit} at least are needed")
+    return batch_size if num_images >= batch_size else num_images // unit * unit
 
 
 def normaliser(weights: Weights, device: torch.device) -> Callable[[Tensor], Tensor]:
