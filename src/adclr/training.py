@@ -20,7 +20,7 @@ from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.devices import autocast_dtype, choose
 from adclr.draws import combine, epoch_order, key_of
-from adclr.evals import knn
+from adclr.evals import incontext, knn
 from adclr.feed import Batch, Feed
 from adclr.heads import ProjectionHead
 from adclr.journal import Journal, Meter
@@ -29,6 +29,7 @@ from adclr.launch import Launch
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run, write_json
+from adclr.segmented import Segmented, check, open_segmented
 from adclr.settings import Settings
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
@@ -105,6 +106,9 @@ def run(launched: Launch) -> Run:
     device = choose(settings.train.device)
     probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
     labelled = open_labelled(probe_data) if probe_data else None
+    segmented = open_segmented(settings.probe.pixels) if settings.probe.pixels else None
+    if segmented is not None:
+        check(segmented, settings.data.num_workers or None)
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
@@ -117,7 +121,7 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, Probe(job, labelled) if labelled else None)
+            _train(job, start, step, Probe(job, labelled, segmented) if labelled or segmented else None)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -311,24 +315,29 @@ def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
 
 
 class Probe:
-    """The teacher's kNN score on labelled images; the first process takes it while the others wait."""
+    """The teacher's scores: kNN, which the first process takes while the others wait, and in-context mIoU."""
 
-    def __init__(self, job: Job, labelled: Labelled) -> None:
-        self.job, self.labelled, settings = job, labelled, job.settings.probe
+    def __init__(self, job: Job, labelled: Labelled | None, segmented: Segmented | None) -> None:
+        self.job, self.labelled, self.segmented, settings = job, labelled, segmented, job.settings.probe
         self.every = settings.every_epochs * job.schedules.steps_per_epoch
         workers = job.settings.data.num_workers or None
         self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
+        size = settings.pixels_size or job.settings.views.global_size
+        self.dense = incontext.Settings(size=size, memory_size=settings.memory_size, num_workers=workers)
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps
 
     def __call__(self) -> dict[str, float]:
         job, scores = self.job, {}
-        if distributed.is_main():
-            data = job.settings.data
-            teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+        data = job.settings.data
+        teacher = Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+        if self.labelled is not None and distributed.is_main():
             found = knn.score(teacher, self.labelled, self.settings, job.device, show=False)
             scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
+        if self.segmented is not None:
+            found = incontext.score(teacher, self.segmented, self.dense, job.device, show=False)
+            scores["incontext_miou"] = found["incontext_miou"]
         distributed.barrier()
         return scores
 
@@ -349,7 +358,7 @@ def _finish(job: Job) -> None:
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / memory.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if "knn_top1" in row],
+            "probes": [row for row in metrics if "knn_top1" in row or "incontext_miou" in row],
             "unreadable_images": len(unreadable),
         },
     )

@@ -263,19 +263,26 @@ class VisionTransformer(nn.Module):
         """From now on `forward_many` keeps only the inputs of blocks for backward, and runs them again there."""
         self.run_block = again_block
 
-    def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
-        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""
+    def intermediate(
+        self, images: Tensor, layers: int | Sequence[int], norm: bool = True, kept: Tensor | None = None
+    ) -> list[Tokens]:
+        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise.
+
+        `kept`, depth×2×B, is what drop path multiplies with. In training blocks run as those of `forward_many` do.
+        """
         wanted = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         chosen = [layer % self.depth for layer in wanted]
+        run = self.run_block if self.training else run_block
         x, num_image = self._start(images, None, None)
         group = Group(x.shape[0], x.shape[1], num_image)
-        x = x.flatten(0, 1)
+        x = to_stream(x.flatten(0, 1))
         y = self.first_norm(x)
         found = {}
         for i, (block, following) in enumerate(self._with_norms()):
-            x, y = block(x, y, (group,), following)
+            x, y = run((block, x, y, (group,), following, None if kept is None else kept[i], None))
             if i in chosen:
-                found[i] = self._name((self.norm(x) if norm else x).unflatten(0, group[:2]), num_image)
+                seen = y if norm and following is self.norm else self.norm(x) if norm else x
+                found[i] = self._name(seen.unflatten(0, group[:2]), num_image)
         return [found[i] for i in chosen]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
