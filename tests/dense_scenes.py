@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -22,12 +23,20 @@ from tiny import TINY, words
 CLASSES = ["ground", *scenes.KINDS]
 
 
+def clear(size: int, count: int) -> list[int]:
+    """Scenes of which no object is hidden but for a sliver, which no stride could show."""
+    least = size * size / 40
+    whole = (i for i in range(1000) if all(o.mask.sum() >= least for o in scenes.scene(5, i, size).objects))
+    return list(itertools.islice(whole, count))
+
+
 def segmented(folder: Path, num_train: int = 8, num_val: int = 4, size: int = 48, same: bool = False) -> Path:
-    """images/, labels/ and classes.txt; `same`: the val scenes are the first train scenes."""
-    for split, first, count in (("train", 0, num_train), ("val", 0 if same else num_train, num_val)):
+    """images/, labels/ and classes.txt; `same`: the val scenes are the first train scenes, and clear ones."""
+    chosen = clear(size, num_train) if same else list(range(num_train + num_val))
+    for split, these in (("train", chosen[:num_train]), ("val", chosen[:num_val] if same else chosen[num_train:])):
         for kind in ("images", "labels"):
             (folder / kind / split).mkdir(parents=True, exist_ok=True)
-        for index in range(first, first + count):
+        for index in these:
             made = scenes.scene(5, index, size)
             Image.fromarray(made.image).save(folder / "images" / split / f"{index}.png")
             Image.fromarray(made.labels()).save(folder / "labels" / split / f"{index}.png")
