@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from adclr.augment import Packed, pack
 from adclr.cache import Store
 from adclr.config import UserError
-from adclr.decode import Decoder, Pixels, Unreadable
+from adclr.decode import Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
@@ -47,7 +47,7 @@ class Feed:
         self,
         source: Source,
         num_workers: int,
-        decoder: Decoder,
+        decoder: Callable[[bytes], Pixels],
         max_unreadable: float = 1.0,
         pin: bool = False,
         on_unreadable: Callable[[str, str], None] = lambda path, reason: None,

@@ -1,4 +1,5 @@
-"""What the teacher scores during training: kNN on labelled images, matching of patches on images without labels."""
+"""What the teacher scores during training: kNN on labelled images, in-context segmentation on labelled pixels, and
+matching of patches on images without labels."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ import torch
 
 from adclr import distributed
 from adclr.collection import open_source
-from adclr.evals import knn, matching
+from adclr.evals import incontext, knn, matching
 from adclr.labelled import Labelled, open_labelled
 from adclr.optim import Schedules
 from adclr.runs import Run
+from adclr.segmented import Segmented, check, open_segmented
 from adclr.settings import Settings
 from adclr.signals import Signals
 from adclr.sources import Source
 from adclr.vit import VisionTransformer
 from adclr.weights import Weights
 
-NAMES = ("knn_top1", "patch_matching")  # one of which every probe has
+NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,20 @@ class Images:
 
     labelled: Labelled | None
     held_out: Source | None
+    segmented: Segmented | None
 
 
 def open_images(settings: Settings) -> Images | None:
     """None if no probe is wanted."""
     labelled = settings.probe.data or (settings.data.path if settings.data.labels else None)
-    if not labelled and not settings.probe.held_out:
+    held_out, pixels = settings.probe.held_out, settings.probe.pixels
+    if not labelled and not held_out and not pixels:
         return None
-    held_out = open_source(settings.probe.held_out) if settings.probe.held_out else None
-    return Images(open_labelled(labelled) if labelled else None, held_out)
+    segmented = open_segmented(pixels) if pixels else None
+    if segmented is not None:
+        check(segmented, settings.data.num_workers or None)
+    source = open_source(held_out) if held_out else None
+    return Images(open_labelled(labelled) if labelled else None, source, segmented)
 
 
 class Probe:
@@ -62,6 +69,8 @@ class Probe:
         # a broken image of the probe is no reason to end a run
         self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
         self.matching = matching.Settings(**common)
+        size, workers = settings.probe.pixels_size or settings.views.global_size, common["num_workers"]
+        self.dense = incontext.Settings(size=size, memory_size=settings.probe.memory_size, num_workers=workers)
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total_steps
@@ -73,9 +82,11 @@ class Probe:
 
     def __call__(self, signals: Signals) -> dict[str, float]:
         """Nothing if a signal came."""
+        alone = distributed.world_size() == 1
+        dense = {} if alone else self._score_pixels()  # in which all processes take part
         scores = signals.cut_short(self._score) if distributed.is_main() else None
         distributed.barrier()
-        return scores or {}
+        return scores | dense if scores is not None else {}
 
     def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
         return None
@@ -88,7 +99,13 @@ class Probe:
         if images.held_out is not None:
             found = matching.score(self.teacher, images.held_out, self.matching, self.device, show=False)
             scores["patch_matching"] = found["patch_matching"]
-        return scores
+        return scores | (self._score_pixels() if distributed.world_size() == 1 else {})
+
+    def _score_pixels(self) -> dict[str, float]:
+        if self.images.segmented is None:
+            return {}
+        found = incontext.score(self.teacher, self.images.segmented, self.dense, self.device, show=False)
+        return {"incontext_miou": found["incontext_miou"]}
 
 
 def summary(rows: list[dict[str, Any]]) -> str | None:

@@ -221,7 +221,7 @@ class Train(Section):
 
 
 class Probe(Section):
-    """Scores of the teacher during training."""
+    """Scores of the teacher during training: kNN, matching of patches, in-context segmentation."""
 
     data: str | None = Field(
         None, description="labelled folder (train/ and val/, or one that is split 80/20), for a kNN score"
@@ -232,6 +232,9 @@ class Probe(Section):
     every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
     k: Count = Field(20, description="neighbours")
     images_at_once: Count = Field(256, description="images that go through the network together")
+    pixels: str | None = Field(None, description="labelled pixels (see evaluate incontext) for in-context mIoU")
+    pixels_size: Side | None = Field(None, description="shorter side of those images; null: that of the global crops")
+    memory_size: Count = Field(102_400, description="labelled patches that in-context segmentation remembers")
 
 
 class Settings(Section):

@@ -84,6 +84,26 @@ def _resampling(
         return found.view(count, -1).T.contiguous().to(device)
 
 
+@cache
+def _windows(grid: tuple[int, int], side: int, batch: int, device: torch.device) -> tuple[Tensor, tuple[Group, ...]]:
+    """The patches of `batch` images window by window, and the windows, those of one shape one group.
+
+    The grid is cut into as few windows as go, as equal as can be: of two heights and two widths at most, and none is
+    filled up.
+    """
+    places = torch.arange(grid[0] * grid[1]).view(grid)
+    cut = [
+        part for rows in places.tensor_split(-(-grid[0] // side)) for part in rows.tensor_split(-(-grid[1] // side), 1)
+    ]
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for part in cut:
+        shapes.setdefault(part.shape, []).append(part.flatten())
+    starts = torch.arange(batch).view(-1, 1) * places.numel()
+    order = torch.cat([(starts + torch.cat(alike)).flatten() for alike in shapes.values()])
+    groups = (Group(batch * len(alike), len(alike[0]), len(alike[0])) for alike in shapes.values())
+    return order.to(device), tuple(groups)
+
+
 class VisionTransformer(nn.Module):
     """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
 
@@ -273,20 +293,52 @@ class VisionTransformer(nn.Module):
         """From now on `forward_many` keeps only the inputs of blocks for backward, and runs them again there."""
         self.run_block = again_block
 
-    def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
-        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""
+    def intermediate(
+        self, images: Tensor, layers: int | Sequence[int], norm: bool = True, kept: Tensor | None = None
+    ) -> list[Tokens]:
+        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise.
+
+        `kept`, depth×2×B, is what drop path multiplies with. In training blocks run as those of `forward_many` do.
+        """
         wanted = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         chosen = [layer % self.depth for layer in wanted]
+        run = self.run_block if self.training else run_block
         x, num_image = self._start(images, None, None)
         group = Group(x.shape[0], x.shape[1], num_image)
-        x = x.flatten(0, 1)
+        x = to_stream(x.flatten(0, 1))
         y = self.first_norm(x)
         found = {}
         for i, (block, following) in enumerate(self._with_norms()):
-            x, y = block(x, y, (group,), following)
+            x, y = run((block, x, y, (group,), following, None if kept is None else kept[i], None))
             if i in chosen:
-                found[i] = self._name((self.norm(x) if norm else x).unflatten(0, group[:2]), num_image)
+                seen = y if norm and following is self.norm else self.norm(x) if norm else x
+                found[i] = self._name(seen.unflatten(0, group[:2]), num_image)
         return [found[i] for i in chosen]
+
+    def in_windows(
+        self, images: Tensor, layers: Sequence[int], side: int, norm: bool = True, kept: Tensor | None = None
+    ) -> list[Tensor]:
+        """Patches after each of the given blocks, B×N×D, for large images: the other blocks look no farther than their
+        window of the grid, at most side×side patches. `[CLS]` and registers are left out, since no window has them.
+        """
+        grid, batch = self.grid_of(images.shape[2], images.shape[3]), images.shape[0]
+        run = self.run_block if self.training else run_block
+        order, windows = _windows(grid, side, batch, images.device)
+        back, count = order.argsort(), grid[0] * grid[1]
+        x = to_stream(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
+        y = self.first_norm(x)
+        found = {}
+        for i, (block, following) in enumerate(self._with_norms()):
+            factor = None if kept is None else kept[i]
+            if i in layers:
+                x, y = run((block, x, y, (Group(batch, count, count),), following, factor, None))
+                found[i] = (self.norm(x) if norm else x).unflatten(0, (batch, count))
+            else:
+                if factor is not None:
+                    factor = torch.cat([factor.repeat_interleave(w.sequences // batch, dim=1) for w in windows], dim=1)
+                x, y = run((block, x[order], y[order], windows, following, factor, None))
+                x, y = x[back], y[back]
+        return [found[layer] for layer in layers]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
         """B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""
