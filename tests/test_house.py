@@ -35,7 +35,7 @@ ROOMS = {
     for path in sorted(SOURCE.rglob("*.py"))
     if path.name != "__init__.py"
 }
-ROOMS |= {f"{name}/__init__.py": imports(SOURCE / name / "__init__.py") for name in ("augment", "evals")}
+ROOMS |= {f"{name}/__init__.py": imports(SOURCE / name / "__init__.py") for name in ("augment", "evals", "report")}
 
 
 def room(file: str) -> str:

@@ -83,7 +83,8 @@ def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     source = ROOT / "src"
-    shipped = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in (".py", ".yaml")}
+    kinds = (".py", ".yaml", ".html", ".css", ".js")
+    shipped = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in kinds}
     inside = {name for name in names if ".dist-info/" not in name}
     assert shipped <= inside
     assert inside - shipped <= {"adclr/py.typed"}
@@ -127,7 +128,7 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
         else:
             assert line == "pip install ."  # tested with the wheel above
             continue
-        if "--out" in parts and not {"doctor", "embed", "export"} & set(parts):
+        if "--out" in parts and not {"doctor", "embed", "export", "visualize", "report"} & set(parts):
             parts += tiny_words
         run(*("size=32" if part == "size=448" else part for part in parts), cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}
@@ -137,6 +138,12 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
     assert (place / "exports/photos/README.md").exists()
     assert (place / "features.parquet").exists()
     assert (place / "maps" / "index.jsonl").exists()
+    assert {path.stem for path in (place / "runs/photos_seen").glob("*.json")} == {
+        "attention",
+        "queries",
+        "pca",
+        "match",
+    }
 
 
 def test_the_python_of_the_readme_works(place: Path) -> None:

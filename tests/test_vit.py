@@ -206,6 +206,34 @@ def test_a_bidirectional_vit_cannot_be_read_before_its_queries() -> None:
         make("all").read(torch.randn(1, 3, 32, 32))
 
 
+@pytest.mark.parametrize("num_registers", [0, 2])
+@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@torch.no_grad()
+def test_a_gaze_is_the_attention_without_its_cost(query_keys: QueryKeys, num_registers: int) -> None:
+    vit, (images, queries) = make(query_keys, num_registers=num_registers), inputs()
+    memory, num_image = vit.read(images), 1 + num_registers + 16
+    for block in (0, 1, -1):
+        whole = vit.attention(images, queries, block)
+        seen, answers = vit.gaze(memory, queries, block)
+        torch.testing.assert_close(seen.sum(-1), torch.ones(3, 3, 5), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(seen[..., :num_image], whole[:, :, num_image:, :num_image], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(answers, vit.ask(memory, queries))
+        seen, cls = vit.gaze(memory, block=block)
+        torch.testing.assert_close(seen, whole[:, :, :1, :num_image], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cls[:, 0], vit(images).cls, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_half_a_memory_answers_nearly_the_same_and_heat_flattens_a_gaze() -> None:
+    vit, (images, queries) = make(), inputs()
+    memory = vit.read(images)
+    halved = memory._replace(keys=[k.half() for k in memory.keys], values=[v.half() for v in memory.values])
+    torch.testing.assert_close(vit.ask(halved, queries), vit.ask(memory, queries), rtol=1e-2, atol=1e-2)
+    (cold, _), (warm, _), (hot, _) = (vit.gaze(memory, queries, temperature=t) for t in (0.5, 1.0, 1e6))
+    assert (cold.amax(-1) > warm.amax(-1)).all()
+    torch.testing.assert_close(hot, torch.full_like(hot, 1 / 17))
+
+
 @pytest.mark.parametrize("query_keys", [*UNIDIRECTIONAL, "all"])
 @torch.no_grad()
 def test_attention_rows_sum_to_one_and_give_the_blocks_output(query_keys: QueryKeys) -> None:

@@ -31,6 +31,7 @@ TINY: dict[str, Any] = {
     "train.batch_size": 8,
     "train.log_every_steps": 1,
     "train.device": "cpu",
+    "train.report": False,
 }
 
 

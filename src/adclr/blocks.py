@@ -84,17 +84,30 @@ class Attention(nn.Module):
             found.append(self.attend(q, k, v, group.image).transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(found)
 
-    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor, rule: QueryKeys) -> Tensor:
         """What `forward` gives for query tokens `x`, from the kept keys and values of the image tokens."""
         q, k, v = self.split(x)
+        keys, values = keys.to(q.dtype), values.to(q.dtype)  # they may be kept in half of it
         mask = None
-        if self.query_keys == "patches":
+        if rule == "patches":
             keys, values = keys[:, :, self.num_prefix :], values[:, :, self.num_prefix :]
-        elif self.query_keys == "image_and_self":
+        elif rule == "image_and_self":
             n, queries = keys.shape[2], q.shape[2]
             keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
-            mask = readable(n + queries, n, self.num_prefix, self.query_keys, q.device)[n:]
+            mask = readable(n + queries, n, self.num_prefix, rule, q.device)[n:]
         return self.join(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+    def asked(self, x: Tensor, keys: Tensor, rule: QueryKeys, temperature: float) -> Tensor:
+        """B×H×Q×T, the attention of tokens `x` over the image tokens, float32.
+
+        Rows sum to 1; under `image_and_self` together with a last column, a query's attention to itself."""
+        q, k, _ = self.split(x)
+        scores = (q @ keys.to(q.dtype).transpose(-2, -1)).float()
+        if rule == "image_and_self":
+            scores = torch.cat([scores, (q * k).sum(dim=-1, keepdim=True).float()], dim=-1)
+        elif rule == "patches":
+            scores[..., : self.num_prefix] = float("-inf")
+        return F.softmax(scores * (q.shape[-1] ** -0.5 / temperature), dim=-1)
 
     def weights(self, x: Tensor, num_image: int) -> Tensor:
         """B×H×T×T attention, every row summing to 1; columns beyond the image tokens are 0 but for two rules."""
@@ -187,9 +200,9 @@ class Block(nn.Module):
         x, y = _add(x, self.ls1(self.attn.proj(mixed)), first, self.norm2)
         return _add(x, self.ls2(self.mlp(y)), second, following)
 
-    def ask(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor, rule: QueryKeys) -> Tensor:
         """B×Q×D"""
-        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values)))
+        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values, rule)))
 
     def think(self, x: Tensor) -> Tensor:
         return x + cast(Tensor, self.ls2(self.mlp(self.norm2(x))))

@@ -124,8 +124,20 @@ def parser() -> Parser:
     export.add_argument("--out", required=True, metavar="DIR", help="the folder that is made, with a model card")
     export.add_argument("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
     export.add_argument("--partial", action="store_true", help=PARTIAL)
+
+    visualize = commands.add_parser("visualize", help="pictures of what weights look at", add_help=False)
+    visualize.add_argument("name", nargs="?", metavar="NAME", help="attention, queries, pca or match")
+    visualize.add_argument("weights", nargs="?", metavar="W", help=W)
+    visualize.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
+    visualize.add_argument("--out", default="runs/pictures", metavar="DIR", help="where pictures go (%(default)s)")
+    visualize.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
+    report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
+    report.add_argument("--out", metavar="FILE", help="where the page goes (report.html in the run)")
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
-    main.set_defaults(parsers=parsers | {"embed": embed, "export": export})
+    parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report}
+    main.set_defaults(parsers=parsers)
     return main
 
 
@@ -156,7 +168,8 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
-        (commands | {"embed": _embed, "export": _export})[options.command](options, words)
+        commands |= {"embed": _embed, "export": _export, "visualize": _visualize, "report": _report}
+        commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -291,6 +304,30 @@ def _export(options: argparse.Namespace, words: list[str]) -> None:
     from adclr.exporting import export
 
     export(options.weights, options.to, options.out, options.partial, options.input_size)
+
+
+def _visualize(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, visualize
+
+    if options.help:
+        options.parsers["visualize"].print_help()
+        for name in [options.name] if options.name in visualize.DRAW else visualize.DRAW:
+            _print_settings(visualize.DRAW[name][0], f"settings of {name}:")
+        return
+    if options.name not in visualize.DRAW:
+        options.parsers["visualize"].error(f"no picture was named; there are: {', '.join(visualize.DRAW)}")
+    if not options.images:
+        options.parsers["visualize"].error("weights and images are both needed; write W and then the images")
+    settings = config.build(visualize.DRAW[options.name][0], config.parse_words(words))
+    visualize.run(options.name, options.weights, options.images, Path(options.out), settings)
+
+
+def _report(options: argparse.Namespace, words: list[str]) -> None:
+    if words:
+        options.parsers["report"].error(f"a report takes no settings, but was given {words[0]}")
+    from adclr import report
+
+    print(f"written to {report.run(options.runs, Path(options.out) if options.out else None)}")
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

@@ -6,16 +6,19 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from PIL import Image
 
-from adclr import launch, scenes, training
+from adclr import launch, looking, pictures, scenes, training, visualize
 from adclr.config import UserError
+from adclr.looking import Box
+from adclr.pictures import Cell
 from adclr.runs import check_writable
 from adclr.scenes import Scene
-from adclr.visualize import Box, attention_sheet
-from adclr.weights import load_weights
+from adclr.weights import Weights, load_weights
 
 SIZE = 64  # pixels of a scene
 NUM_TRAIN, NUM_VAL = 2000, 500
@@ -45,10 +48,7 @@ def run(out: Path, seed: int) -> None:
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
-    sheet = attention_sheet(
-        load_weights(folder), [Image.fromarray(s.image) for s in shown], [query_boxes(s) for s in shown]
-    )
-    sheet.save(picture)
+    pictures.save(picture, draw(load_weights(folder), shown))
     print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
     print(f"the run:     {folder}")
     print(f"the weights: {folder}/backbone.safetensors")
@@ -56,13 +56,28 @@ def run(out: Path, seed: int) -> None:
     print(f"{time.monotonic() - started:.0f} seconds")
 
 
+def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
+    """A row for each scene: its queries, where `[CLS]` and they look, what is like them, and components of patches."""
+    seen = [looking.Seen(scenes.KINDS[scene.kind], scene.image.transpose(2, 0, 1)) for scene in shown]
+    patches = [looking.features(weights, one) for one in seen]
+    basis = looking.basis(torch.cat(patches))
+    rows = []
+    for scene, one, part in zip(shown, seen, patches, strict=True):
+        cells = visualize.ask(weights, one, query_boxes(scene)).cells(visualize.CELL)
+        colours = basis.colours(part).reshape(*one.grid(weights.vit), 3)
+        cells.append(Cell(pictures.tinted(pictures.shown(one.pixels, visualize.CELL), colours), "components"))
+        rows.append(cells)
+    return pictures.sheet(rows, [one.name for one in seen], visualize.BOTH)
+
+
 def query_boxes(scene: Scene) -> list[Box]:
     """Two queries: a square in the middle of the largest object, and one in a corner that is ground."""
     thing = max(scene.objects, key=lambda t: int(t.mask.sum()))
     size, side = scene.image.shape[0], scene.image.shape[0] // 4
     left, top = ((thing.box[i] + thing.box[i + 2]) // 2 - side // 2 for i in (0, 1))
-    on_object = (max(0, left), max(0, top), min(size, left + side), min(size, top + side))
     labels = scene.labels()
     corners = [(x, y) for x in (0, size - side) for y in (0, size - side)]
     x, y = min(corners, key=lambda c: int((labels[c[1] : c[1] + side, c[0] : c[0] + side] > 0).sum()))
-    return [on_object, (x, y, x + side, y + side)]
+    on_object = (max(0, left), max(0, top), min(size, left + side), min(size, top + side))
+    boxes = on_object, (x, y, x + side, y + side)
+    return [(box[0] / size, box[1] / size, box[2] / size, box[3] / size) for box in boxes]

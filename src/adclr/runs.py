@@ -1,7 +1,7 @@
 """A run is a directory from which it can be resumed, explained and compared. Knows nothing of torch.
 
 RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/,
-backbone.safetensors, backbone.json, results.json, evals/NAME/*.json}
+backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.html, pictures/}
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from adclr.settings import Settings
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file is there whole or not at all, also after a power cut."""
+def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
+    """The file is there whole or not at all; also after a power cut, unless that is not worth the wait for the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(temporary, [data])
+        if durable:
+            write_synced(temporary, [data])
+        else:
+            temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

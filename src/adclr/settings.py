@@ -217,6 +217,7 @@ class Train(Section):
     free_checkpoints: bool = Field(
         True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
     )
+    report: bool = Field(True, description="write report.html, with pictures of three images, while it trains")
     loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 

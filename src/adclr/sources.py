@@ -115,6 +115,21 @@ class FileList(Items):
         return first if slash else None
 
 
+class Files(Items):
+    """Image files named one by one, shown by what their names have beyond the folder of all; a label is a folder."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        full = [os.path.abspath(path) for path in paths]
+        root = os.path.commonpath([os.path.dirname(path) for path in full])
+        super().__init__(Path(root), [os.path.relpath(path, root) for path in full])
+
+    def read(self, index: int) -> bytes:
+        return read_file(os.path.join(self.root, self.paths[index]))
+
+    def label(self, index: int) -> str | None:
+        return os.path.basename(os.path.dirname(os.path.join(self.root, self.paths[index]))) or None
+
+
 class Subset(Items):
     """Some items of a source."""
 

@@ -29,13 +29,14 @@ from adclr.meter import Meter
 from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.probe import NAMES, Images, Probe, open_images, summary
+from adclr.report.live import Live
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
 from adclr.signals import Signals
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
 from adclr.views import Plan, plan
-from adclr.weights import architecture, save_backbone
+from adclr.weights import Weights, architecture, save_backbone
 from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
@@ -120,7 +121,8 @@ def run(launched: Launch) -> Run:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-            _train(job, start, step, _probe(job, start, images))
+            live = _live(job)
+            _train(job, start, step, _probe(job, start, images), live)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -128,6 +130,8 @@ def run(launched: Launch) -> Run:
             raise UserError(_too_large(job))
         if distributed.is_main():
             _finish(job)
+            if live:
+                live.page()
         distributed.barrier()
     return run
 
@@ -292,7 +296,19 @@ def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead[
     return Ahead(batches, make, job.device)
 
 
-def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> None:
+def _live(job: Job) -> Live | None:
+    """Pictures and the page, by the first process."""
+    if not job.settings.train.report or not distributed.is_main():
+        return None
+    return Live(job.run, teacher(job), job.feed.source, job.schedules.total_steps)
+
+
+def teacher(job: Job) -> Weights:
+    data = job.settings.data
+    return Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+
+
+def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: Live | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     views, stop = views_of(job, order(job, start)), False
@@ -304,6 +320,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> Non
         ):
             if probe and probe.missing(start):
                 journal.score(start, probe, signals)
+            if live:
+                live.begin(start)
             for step in range(start, total):
                 values = schedules.at(step)
                 losses, ok = take(seeded(job, views, step), values)
@@ -315,6 +333,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None) -> Non
                 if stop or done % every == 0 or done == total:
                     _save(job, writer, done)
                 writer.check()
+                if live:
+                    live(done)
                 if stop:
                     break
         if stop:

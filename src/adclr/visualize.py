@@ -1,77 +1,381 @@
-"""Pictures of what a backbone looks at."""
+"""`adclr visualize`: attention, queries, principal components and matches of images, as pictures and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
+from PIL import Image
+from pydantic import Field
 
-from adclr.weights import Weights
+from adclr import looking, pictures
+from adclr.collection import open_source
+from adclr.config import Count, Device, Ratio, Section, Share, UserError
+from adclr.decode import Unreadable
+from adclr.devices import choose
+from adclr.draws import key_of
+from adclr.looking import Box, Floats, Seen
+from adclr.pictures import Bar, Cell
+from adclr.progress import track
+from adclr.runs import check_writable, provenance, write_json
+from adclr.settings import Side
+from adclr.sources import SUFFIXES, Files, Source
+from adclr.weights import Weights, load_weights
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
-# Anchors of viridis, which reads well for the colour-blind and in grey
-VIRIDIS = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], np.float64)
-MARKS = ((230, 159, 0), (86, 180, 233))  # of the queries: orange and sky blue of Okabe and Ito's palette
-CELL = 160  # pixels
-MARGIN = 6
+ON_SHEET = 24  # images at most on the sheet of all
+HEADS_ON_SHEET = 6
+CELL = 160  # pixels, on a sheet
+LARGE = 448  # pixels at most, the longer side of an image in a picture of its own
+ATTENTION = Bar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
 
-
-def colours(values: NDArray[np.float64]) -> Image.Image:
-    """A map of numbers in [0, 1] as an image."""
-    place = np.clip(values, 0, 1) * (len(VIRIDIS) - 1)
-    rgb = np.stack([np.interp(place, np.arange(len(VIRIDIS)), VIRIDIS[:, c]) for c in range(3)], axis=-1)
-    return Image.fromarray(rgb.round().astype(np.uint8))
-
-
-def normalised(image: Image.Image, weights: Weights) -> Tensor:
-    pixels = torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1).float() / 255
-    return (pixels - torch.tensor(weights.mean).view(3, 1, 1)) / torch.tensor(weights.std).view(3, 1, 1)
-
-
-def query_crop(image: Image.Image, box: Box, patch_size: int) -> Image.Image:
-    return image.convert("RGB").crop(box).resize((patch_size, patch_size), Image.Resampling.BICUBIC)
+BOTH = Bar(
+    "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
+)
 
 
-@torch.no_grad()
-def attention_maps(weights: Weights, image: Image.Image, boxes: Sequence[Box]) -> list[NDArray[np.float64]]:
-    """Over the patches, the last block's attention (mean of heads) of `[CLS]` and of each query; each from 0 to 1."""
-    vit = weights.vit
-    device = vit.pos_embed.device
-    pixels = normalised(image, weights).unsqueeze(0).to(device)
-    crops = torch.stack([normalised(query_crop(image, box, vit.patch_size), weights) for box in boxes])
-    attention = vit.attention(pixels, crops.unsqueeze(0).to(device))[0].mean(dim=0).cpu().double().numpy()
-    grid = vit.grid_of(image.height, image.width)
-    patches = slice(vit.num_prefix, vit.num_prefix + grid[0] * grid[1])
-    maps = []
-    for row in (0, *range(patches.stop, patches.stop + len(boxes))):
-        found = attention[row, patches].reshape(grid)
-        maps.append((found - found.min()) / max(float(np.ptp(found)), 1e-12))
-    return maps
+class Look(Section):
+    """What all pictures can be told."""
+
+    size: Side | None = Field(
+        None, description="shorter side of images in the network, pixels; null: twice what it was trained at"
+    )
+    num_images: Count | None = Field(32, description="images shown, spread over the collection; null: all")
+    block: int = Field(-1, description="block whose attention or patches are shown; -1 is the last, 0 the first")
+    device: Device = Field("auto", description="auto: the GPU if there is one")
 
 
-def attention_sheet(weights: Weights, images: Sequence[Image.Image], boxes: Sequence[Sequence[Box]]) -> Image.Image:
-    """A row for each image: itself with its query boxes, the attention of `[CLS]`, and of each query."""
-    columns = ["image", "attention of [CLS]", *(f"of query {n + 1}" for n in range(len(boxes[0])))]
-    font = ImageFont.load_default(size=14)
-    step, head = CELL + MARGIN, 26
-    sheet = Image.new("RGB", (len(columns) * step + MARGIN, len(images) * step + head + MARGIN), "white")
-    draw = ImageDraw.Draw(sheet)
-    for column, title in enumerate(columns):
-        draw.text((MARGIN + column * step, MARGIN), title, fill=MARKS[column - 2] if column > 1 else "black", font=font)
-    for row, (image, own) in enumerate(zip(images, boxes, strict=True)):
-        shown = image.convert("RGB").resize((CELL, CELL), Image.Resampling.BICUBIC)
-        pen = ImageDraw.Draw(shown)
-        for (left, top, right, bottom), mark in zip(own, MARKS, strict=False):
-            scale = CELL / image.width, CELL / image.height
-            corners = (left * scale[0], top * scale[1], right * scale[0] - 1, bottom * scale[1] - 1)
-            pen.rectangle(corners, outline=mark, width=3)
-        cells = [shown]
-        for found in attention_maps(weights, image, own):
-            cells.append(colours(found).resize((CELL, CELL), Image.Resampling.BICUBIC))
-        for column, cell in enumerate(cells):
-            sheet.paste(cell, (MARGIN + column * step, head + row * step))
-    return sheet
+class Attention(Look):
+    mass: Ratio = Field(0.6, description="share of the attention that the thresholded picture keeps")
+
+
+class Queries(Look):
+    box: tuple[Ratio, Ratio, Ratio, Ratio] | None = Field(
+        None, description="left, top, right, bottom of the query, of the width and height; null: drawn at random"
+    )
+    num_queries: Annotated[int, Field(ge=1, le=4)] = Field(2, description="queries drawn in each image")
+    scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a drawn query, of the image's")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the drawing")
+    across: Annotated[int, Field(ge=0, le=12)] = Field(
+        6, description="images whose first queries are asked in all of these; 0: none"
+    )
+
+
+class Pca(Look):
+    background: Literal["keep", "remove"] = Field(
+        "keep", description="remove: only patches of things, as the first component and [CLS] part them from the ground"
+    )
+
+
+class Match(Look):
+    num_lines: Count = Field(40, description="pairs that are drawn, the most alike")
+
+
+Save = Callable[[str, Image.Image], None]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    sheets: dict[str, Image.Image]  # by file name
+    rows: list[dict[str, Any]]  # the numbers of each image
+    about: dict[str, Any] = field(default_factory=dict)  # and of all together
+
+
+def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Look) -> dict[str, Any]:
+    """Draws; writes a picture of each image, a sheet of all and NAME.json to `out`; returns what that holds."""
+    check_writable(out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
+    source, loaded = open_images(images), load_weights(weights)
+    depth = loaded.vit.depth
+    if not -depth <= settings.block < depth:
+        raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
+    if loaded.vit.query_keys == "all":
+        raise UserError(
+            f"{weights} was trained with model.query_keys=all, so images cannot be read before queries are asked"
+        )
+    loaded.vit.to(choose(settings.device))
+    seen = gather(source, loaded, settings)
+    made: list[str] = []
+
+    def save(file: str, picture: Image.Image) -> None:
+        pictures.save(out / file, picture)
+        made.append(file)
+
+    drawn = DRAW[name][1](loaded, seen, settings, save)
+    for file, picture in drawn.sheets.items():
+        pictures.save(out / file, picture)
+    report = {"weights": weights, "settings": settings.model_dump(mode="json"), **drawn.about, "images": drawn.rows}
+    write_json(out / f"{name}.json", report | {"provenance": provenance()})
+    print(f"written to {out}: {', '.join(drawn.sheets)}, {len(made)} single pictures, {name}.json")
+    return report
+
+
+def open_images(words: Sequence[str]) -> Source:
+    """A collection, or image files one by one."""
+    files = [word for word in words if word.lower().endswith(SUFFIXES) and os.path.isfile(word)]
+    if len(files) == len(words):
+        return Files(files)
+    if len(words) == 1:
+        return open_source(words[0])
+    wrong = next(word for word in words if word not in files)
+    raise UserError(f"{wrong} is not an image file; name image files, or one folder")
+
+
+def gather(source: Source, weights: Weights, settings: Look) -> list[Seen]:
+    """The images to be shown; unreadable ones are named and left out."""
+    size = settings.size or 2 * min(weights.vit.input_size)
+    count = min(len(source), settings.num_images or len(source))
+    chosen = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
+    if count < len(source):
+        print(f"{count} of {len(source)} images, spread over the collection; num_images=null takes all")
+    seen = []
+    for index in track(chosen.tolist(), "reading", count):
+        try:
+            pixels = weights.decoder(source.read(index))
+        except (Unreadable, OSError) as error:
+            print(f"skipped {source.paths[index]}: {error}", file=sys.stderr)
+            continue
+        seen.append(looking.see(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index)))
+    if not seen:
+        raise UserError(f"none of the {count} images of {source.root} can be read; adclr doctor says more")
+    return seen
+
+
+def file_name(number: int, seen: Seen, what: str) -> str:
+    """`0003_dogs_rex.attention.png`: unique, and of letters that every system takes."""
+    stem = "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "_" for c in os.path.splitext(seen.name)[0])
+    return f"{number:04d}_{stem[-80:]}.{what}.png"
+
+
+def peak(values: Floats) -> str:
+    return f"peak {values.max():.1f}x"
+
+
+def side_of(seen: Seen) -> int:
+    _, height, width = seen.pixels.shape
+    return min(LARGE, max(2 * CELL, int(height), int(width)))
+
+
+# -- attention --
+
+
+def draw_attention(weights: Weights, seen: Sequence[Seen], settings: Attention, save: Save) -> Drawn:
+    """Of each image: itself, the mean of the heads of `[CLS]`, the patches that hold most of it, and each head."""
+    rows, found = [], []
+    for number, one in enumerate(track(seen, "attention", len(seen))):
+        maps, _ = looking.gaze(weights, one, looking.read(weights, one), block=settings.block)
+        cells = attention_cells(one, maps[:, 0], settings.mass, side_of(one))
+        save(file_name(number, one, "attention"), pictures.sheet(pictures.wrapped(cells, 3), bar=ATTENTION))
+        if number < ON_SHEET:
+            rows.append(attention_cells(one, maps[: 1 + HEADS_ON_SHEET, 0], settings.mass, CELL))
+        kept = looking.heaviest(maps[0, 0], settings.mass)
+        found.append({"name": one.name, "peak": float(maps[0].max()), "share_of_patches": float(kept.mean())})
+    return Drawn({"attention.png": pictures.sheet(rows, [one.name for one in seen], ATTENTION)}, found)
+
+
+def attention_cells(seen: Seen, maps: Floats, mass: float, side: int) -> list[Cell]:
+    """From (1+H)×rows×columns maps of `[CLS]`."""
+    image = pictures.shown(seen.pixels, side)
+    kept = looking.heaviest(maps[0], mass)
+    return [
+        Cell(image, "image"),
+        Cell(pictures.attention(image, maps[0]), "[CLS]", peak(maps[0])),
+        Cell(pictures.dimmed(image, kept), f"{mass:.0%} of it", f"on {kept.mean():.0%}"),
+        *(Cell(pictures.attention(image, values), f"head {n}", peak(values)) for n, values in enumerate(maps[1:])),
+    ]
+
+
+# -- queries --
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an image answers to queries of its own."""
+
+    seen: Seen
+    boxes: Sequence[Box]
+    cls: Floats  # rows×columns, attention of `[CLS]`
+    attention: Floats  # Q×rows×columns, of the queries
+    alike: Floats  # Q×rows×columns, cosine of each answer and the patches
+
+    def cells(self, side: int) -> list[Cell]:
+        image = pictures.shown(self.seen.pixels, side)
+        cells = [
+            Cell(pictures.marked(image, self.boxes), "image"),
+            Cell(pictures.attention(image, self.cls), "[CLS]", peak(self.cls)),
+        ]
+        for n, (values, alike) in enumerate(zip(self.attention, self.alike, strict=True)):
+            number = f" {n + 1}" if len(self.boxes) > 1 else ""
+            colour = pictures.mark(n)
+            cells.append(Cell(pictures.attention(image, values), f"query{number}", peak(values), colour))
+            cells.append(Cell(pictures.heat(image, alike, 1.0), "alike", f"up to {alike.max():.2f}", colour))
+        return cells
+
+
+def ask(weights: Weights, seen: Seen, boxes: Sequence[Box], block: int = -1) -> Asked:
+    memory = looking.read(weights, seen)
+    cls, _ = looking.gaze(weights, seen, memory, block=block)
+    crops = np.stack([seen.crop(box, weights.vit.patch_size) for box in boxes])
+    maps, answers = looking.gaze(weights, seen, memory, crops, block)
+    alike = looking.similarity(answers, memory.tokens.patches[0].float().cpu()).numpy()
+    return Asked(seen, boxes, cls[0, 0], maps[0], alike.reshape(maps[0].shape))
+
+
+def draw_queries(weights: Weights, seen: Sequence[Seen], settings: Queries, save: Save) -> Drawn:
+    """Of each image: where its queries look in it; then the first query of some images in all of these."""
+    rows, found, boxes = [], [], [query_boxes(one, settings) for one in seen]
+    for number, one in enumerate(track(seen, "queries", len(seen))):
+        asked = ask(weights, one, boxes[number], settings.block)
+        save(
+            file_name(number, one, "queries"), pictures.sheet(pictures.wrapped(asked.cells(side_of(one)), 4), bar=BOTH)
+        )
+        if number < ON_SHEET:
+            rows.append(asked.cells(CELL))
+        found.append({"name": one.name, "boxes": boxes[number], "peaks": asked.attention.max(axis=(1, 2)).tolist()})
+    sheets = {"queries.png": pictures.sheet(rows, [one.name for one in seen], BOTH)}
+    if settings.across and len(seen) > 1:
+        some = seen[: settings.across]
+        sheets["queries_across.png"] = across(weights, some, [own[0] for own in boxes[: len(some)]], settings.block)
+    return Drawn(sheets, found)
+
+
+BOTH = Bar(
+    "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
+)
+
+
+def query_boxes(seen: Seen, settings: Queries) -> list[Box]:
+    if settings.box:
+        left, top, right, bottom = settings.box
+        if left >= right or top >= bottom:
+            raise UserError(
+                f"box={list(settings.box)} is empty; write left, top, right, bottom, such as [0.2,0.2,0.5,0.5]"
+            )
+        return [settings.box]
+    return looking.drawn_boxes(seen, key_of(seen.name), settings.num_queries, settings.scale, settings.seed)
+
+
+def across(weights: Weights, seen: Sequence[Seen], boxes: Sequence[Box], block: int = -1) -> Image.Image:
+    """A row for each image: its query, and where that looks in every image; matched are those of its own class."""
+    memories = [looking.read(weights, one) for one in seen]
+    rows = []
+    for own, box in zip(seen, boxes, strict=True):
+        crop = own.crop(box, weights.vit.patch_size)[None]
+        found = [looking.gaze(weights, one, m, crop, block) for one, m in zip(seen, memories, strict=True)]
+        first = next(answer for one, (_, answer) in zip(seen, found, strict=True) if one is own)
+        cells = [Cell(pictures.marked(pictures.shown(own.pixels, CELL), [box]), "query", colour=pictures.mark(0))]
+        for one, (maps, answer) in zip(seen, found, strict=True):
+            alike = f"answer {looking.similarity(answer, first).item():.2f}"
+            cells.append(
+                Cell(pictures.attention(pictures.shown(one.pixels, CELL), maps[0, 0]), relation(own, one), alike)
+            )
+        rows.append(cells)
+    return pictures.sheet(rows, [one.name for one in seen], ATTENTION)
+
+
+def relation(query: Seen, other: Seen) -> str:
+    """The paper's words: matched are images of one class, where folders tell."""
+    if query is other:
+        return "itself"
+    if query.label is None or other.label is None:
+        return ""
+    return "matched" if query.label == other.label else "mismatched"
+
+
+# -- principal components --
+
+
+def draw_pca(weights: Weights, seen: Sequence[Seen], settings: Pca, save: Save) -> Drawn:
+    """The patches of all images in one basis: what has one colour is alike, within an image and between them."""
+    features = [looking.features(weights, one, settings.block) for one in track(seen, "patches", len(seen))]
+    every, ends = torch.cat(features), np.cumsum([len(part) for part in features])[:-1]
+    things = np.ones(len(every), np.bool_)
+    if settings.background == "remove":
+        cls = [looking.gaze(weights, one, looking.read(weights, one))[0][0, 0].ravel() for one in seen]
+        things = looking.foreground(every, np.concatenate(cls))
+    basis = looking.basis(every[torch.from_numpy(things)])
+    cells, found = [], []
+    for number, (one, part, kept) in enumerate(zip(seen, features, np.split(things, ends), strict=True)):
+        grid = one.grid(weights.vit)
+        colours, mask = basis.colours(part).reshape(*grid, 3), kept.reshape(grid)
+        single = [Cell(pictures.shown(one.pixels, side_of(one)), "image")]
+        single.append(
+            Cell(pictures.tinted(single[0].image, colours, mask), "first three components as red, green, blue")
+        )
+        save(file_name(number, one, "pca"), pictures.sheet([single]))
+        if number < ON_SHEET:
+            image = pictures.shown(one.pixels, CELL)
+            cells += [Cell(image, one.name), Cell(pictures.tinted(image, colours, mask))]
+        found.append({"name": one.name, "share_of_things": float(kept.mean())})
+    sheet = pictures.sheet(pictures.wrapped(cells, 2 * min(4, math.ceil(math.sqrt(len(cells) / 2)))))
+    return Drawn({"pca.png": sheet}, found, {"explained_variance": basis.explained.tolist()})
+
+
+# -- matches --
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images and the patches of theirs that are each other's nearest."""
+
+    first: Seen
+    second: Seen
+    grids: tuple[looking.Grid, looking.Grid]
+    matches: looking.Matches
+
+    def ends(self) -> Floats:
+        """n×4: (x, y) in the first image and in the second, as shares."""
+        both = zip(self.grids, self.matches[:2], strict=True)
+        return np.concatenate([looking.centres(grid)[places] for grid, places in both], axis=1)
+
+    def cells(self, side: int, num_lines: int) -> list[Cell]:
+        first, second = (pictures.shown(one.pixels, side) for one in (self.first, self.second))
+        drawn = pictures.lines(first, second, self.ends()[:num_lines], self.matches.cosine[:num_lines])
+        warped = pictures.warped(first, second, looking.flow(self.matches, *self.grids))
+        pairs = len(self.matches.first)
+        return [
+            Cell(drawn, "mutual nearest patches", f"{min(num_lines, pairs)} of {pairs}"),
+            Cell(warped, "second, warped"),
+            Cell(Image.blend(first, warped, 0.5), "over the first"),
+        ]
+
+
+def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Save) -> Drawn:
+    """The first image and each other: lines between mutual nearest patches, and the other one warped onto the first."""
+    if len(seen) < 2:
+        raise UserError("a match is between two images, and only one is here; name the other one too")
+    first, *others = seen
+    features, grid = looking.features(weights, first, settings.block), first.grid(weights.vit)
+    rows, found = [], []
+    for number, other in enumerate(track(others, "matching", len(others)), 1):
+        matches = looking.mutual(features, looking.features(weights, other, settings.block))
+        pair = Pair(first, other, (grid, other.grid(weights.vit)), matches)
+        save(file_name(number, other, "match"), pictures.sheet([pair.cells(side_of(first), settings.num_lines)]))
+        if number <= ON_SHEET:
+            rows.append(pair.cells(CELL, settings.num_lines))
+        ends = pair.ends()
+        found.append(
+            {
+                "name": other.name,
+                "pairs": len(ends),
+                "share_of_patches": len(ends) / len(features),
+                "cosine_median": float(np.median(matches.cosine)),
+                "shift_median": np.median(ends[:, 2:] - ends[:, :2], axis=0).tolist(),
+            }
+        )
+    return Drawn({"match.png": pictures.sheet(rows, [one.name for one in others])}, found, {"first": first.name})
+
+
+DRAW: dict[str, tuple[type[Look], Callable[..., Drawn]]] = {
+    "attention": (Attention, draw_attention),
+    "queries": (Queries, draw_queries),
+    "pca": (Pca, draw_pca),
+    "match": (Match, draw_match),
+}

@@ -373,5 +373,28 @@ class VisionTransformer(nn.Module):
         x = self.embed_queries(queries)
         for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
             assert isinstance(block, Block)
-            x = block.ask(x, keys, values)
+            x = block.ask(x, keys, values, self.query_keys)
         return cast(Tensor, self.norm(x))
+
+    def gaze(
+        self, memory: Memory, queries: Tensor | None = None, block: int = -1, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(attention of the queries in a block, B×H×Q×T, see `Attention.asked`; what `ask` gives for them).
+
+        Without queries `[CLS]` asks: it reads what an image token reads, so it too can come later, and its attention
+        costs one token instead of the T×T of `attention`. A temperature above 1 flattens the attention that is shown.
+        """
+        rule = self.query_keys
+        if queries is None:
+            rule, x = "image", self.cls_token.expand(memory.keys[0].shape[0], -1, -1)
+            x = x + self.pos_embed[:, : self.positioned_prefix] if self.positioned_prefix else x
+        else:
+            x = self.embed_queries(queries)
+        found = None
+        for i, (layer, keys, values) in enumerate(zip(self.blocks, memory.keys, memory.values, strict=True)):
+            assert isinstance(layer, Block)
+            if i == block % self.depth:
+                found = layer.attn.asked(layer.norm1(x), keys, rule, temperature)
+            x = layer.ask(x, keys, values, rule)
+        assert found is not None, "a ViT has at least one block"
+        return found, self.norm(x)

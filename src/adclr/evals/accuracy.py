@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from adclr import distributed
+from adclr.pictures import viridis
 from adclr.runs import write_atomically
-from adclr.visualize import colours
 
 Counts = NDArray[np.int64]
 DRAWN = 1000  # classes up to which there is a picture
@@ -63,7 +63,7 @@ def draw(path: Path, counts: Counts, classes: list[str]) -> None:
     """A PNG: each row is a class, and the brighter a cell, the more of its images were taken for the column's."""
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     cell = max(1, SIDE // len(classes))
-    matrix = colours(shares).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
+    matrix = Image.fromarray(viridis(shares)).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
     font = ImageFont.load_default(size=max(8, min(16, cell - 2)))
     names = [name if len(name) <= LETTERS else name[: LETTERS - 1] + "…" for name in classes]
     margin = 8

@@ -1,0 +1,132 @@
+"""While a run trains: pictures of the same few images at set moments, and the page, written anew every minute."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from adclr import looking, pictures, report
+from adclr.config import UserError
+from adclr.decode import Pixels, Unreadable
+from adclr.looking import Box, Seen
+from adclr.report.story import PICTURES
+from adclr.runs import Run, write_atomically
+from adclr.sources import Source
+from adclr.weights import Weights
+
+MOMENTS = (0.0, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)  # of the training; more is learned early than late
+IMAGES = 3
+TRIED = 20  # images that may be unreadable before there are no pictures
+CELL, GAP = 104, 4  # pixels
+SECONDS = 60.0  # between pages: one takes 0.1 s
+
+
+class Live:
+    """`live(step)` after each step; nothing of it, and no fault of the disk, stops or changes the training."""
+
+    def __init__(self, run: Run, weights: Weights, source: Source, total_steps: int) -> None:
+        self.run, self.weights = run, weights
+        self.moments = {round(share * total_steps) for share in MOMENTS}
+        self.seen = choose(source, weights) if weights.vit.query_keys != "all" else []
+        self.written = time.monotonic()
+        self.failed = False
+
+    def begin(self, step: int) -> None:
+        """At the start, or where the run is resumed: pictures of later steps belong to what is done again."""
+        folder = self.run.path / PICTURES
+        if step == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._try(lambda: self._first(folder))
+        self(step)
+
+    def _first(self, folder: Path) -> None:
+        if self.seen:
+            _save(folder / "images.jpg", originals(self.seen))
+
+    def __call__(self, step: int) -> None:
+        due = step in self.moments and self.seen
+        if due:
+            file = self.run.path / PICTURES / f"step_{step}.jpg"
+            self._try(lambda: _save(file, strip(self.weights, self.seen)))
+        if due or time.monotonic() - self.written > SECONDS:
+            self.page()
+
+    def page(self) -> None:
+        self._try(lambda: report.run([str(self.run.path)], None))
+        self.written = time.monotonic()
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except (OSError, UserError) as error:
+            if not self.failed:
+                print(f"the report cannot be written ({error}); training goes on", file=sys.stderr)
+            self.failed = True
+
+
+def choose(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:
+    """The readable images of the smallest keys, which hang on nothing but their names, with a query each."""
+    size, patch = 2 * min(weights.vit.input_size), weights.vit.patch_size
+    found: list[tuple[Seen, Box]] = []
+    for index in np.argsort(source.keys, kind="stable")[:TRIED].tolist():
+        try:
+            pixels = weights.decoder(source.read(index))
+        except (Unreadable, OSError):
+            continue
+        seen = looking.see(source.paths[index], _square(pixels), size, patch)
+        found.append((seen, looking.drawn_boxes(seen, int(source.keys[index]), 1)[0]))
+        if len(found) == IMAGES:
+            break
+    return found
+
+
+def _square(pixels: Pixels) -> Pixels:
+    """The middle, so that strips are of one width."""
+    height, width = pixels.shape[1:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return pixels[:, top : top + side, left : left + side]
+
+
+def originals(chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
+    """The strip beside which the others stand: each image over the height of its three cells, with its query in one."""
+    cells = []
+    for seen, box in chosen:
+        image = pictures.shown(seen.pixels, CELL)
+        cells += [image, pictures.marked(image, [box]), image]
+    return _stacked(cells)
+
+
+def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
+    """From top to bottom, of each image: attention of `[CLS]`, of its query, and the components of its patches."""
+    patches = [looking.features(weights, seen) for seen, _ in chosen]
+    basis = looking.basis(torch.cat(patches))
+    cells = []
+    for (seen, box), part in zip(chosen, patches, strict=True):
+        image, memory = pictures.shown(seen.pixels, CELL), looking.read(weights, seen)
+        for crops in (None, seen.crop(box, weights.vit.patch_size)[None]):
+            maps, _ = looking.gaze(weights, seen, memory, crops)
+            cells.append(pictures.attention(image, maps[0, 0]))
+        cells.append(pictures.tinted(image, basis.colours(part).reshape(*seen.grid(weights.vit), 3)))
+    return _stacked(cells)
+
+
+def _stacked(cells: Sequence[Image.Image]) -> Image.Image:
+    found = Image.new("RGB", (CELL, len(cells) * (CELL + GAP) - GAP), "grey")  # seen on light and on dark paper
+    for number, cell in enumerate(cells):
+        found.paste(cell, (0, number * (CELL + GAP)))
+    return found
+
+
+def _save(path: Path, image: Image.Image) -> None:
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=88)
+    write_atomically(path, buffer.getvalue(), durable=False)

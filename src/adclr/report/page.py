@@ -1,0 +1,255 @@
+"""The page itself: one HTML file that needs nothing beside it, in dark and light, on a desk and in a hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from adclr import __version__, config
+from adclr.report import measures
+from adclr.report.charts import Line, chart, legend, number
+from adclr.report.measures import Measure
+from adclr.report.story import Story, changed, differences
+from adclr.settings import Settings
+
+KINDS = ("where [CLS] looks", "where a query looks", "components of the patches")  # rows of a strip, of each image
+MOST_MOMENTS = 10  # shown of a run
+
+
+def render(stories: Sequence[Story]) -> str:
+    """The report of one run, or of several side by side."""
+    title = stories[0].name if len(stories) == 1 else f"{len(stories)} runs"
+    one = stories[0] if len(stories) == 1 else None
+    names = [story.name for story in stories]
+    sections = [
+        _head(stories, title),
+        _section("health", "How it is", _words(stories)),
+        _section("differences", "What differs in the settings", _differences(stories)) if not one else "",
+        _section("losses", "Losses", _charts(stories, measures.LOSSES)),
+        _section("scores", "Scores while training", _charts(stories, measures.SCORES)),
+        _section("measures", "Health", _charts(stories, measures.HEALTH | measures.others(stories))),
+        _section("pictures", "What it sees, over training", "".join(_pictures(story, not one) for story in stories)),
+        _section("evaluations", "Evaluations", _evaluations(stories)),
+        _section("speed", "Speed", _charts(stories, measures.SPEED) + _time(stories)),
+        _section("run", "What was run", "".join(_run(story, not one) for story in stories)),
+        _section("schedules", "Schedules", _charts(stories, measures.SCHEDULES)),
+    ]
+    key = "" if one else legend(names)
+    written = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · adclr</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+        f"<style>{_part('style.css')}</style></head><body><main>{sections[0]}{key}{''.join(sections[1:])}"
+        f"<footer>written {written} by adclr {__version__}</footer></main>"
+        f"<script>{_part('chart.js')}</script></body></html>\n"
+    )
+
+
+def _part(name: str) -> str:
+    return (resources.files("adclr") / "report" / name).read_text(encoding="utf-8")
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{title}</h2>{body}</section>' if body else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>' if body else ""
+
+
+def duration(seconds: float) -> str:
+    hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.1f} s"
+
+
+# -- what stands on top --
+
+
+def _facts(story: Story) -> dict[str, str]:
+    knn, speed = story.last("knn_top1"), story.results and story.results.get("images_per_second")
+    if not isinstance(speed, int | float):
+        speed = story.last("images_per_second")
+    total = story.settings.get("train.epochs")
+    epochs = max((points[-1][0] for points in story.curves.values()), default=0.0)
+    return {
+        "state": story.state,
+        "epochs": f"{number(round(epochs, 1))} of {total}" if total else number(epochs),
+        "steps": str(story.step),
+        "loss": "–" if story.last("loss") is None else number(story.last("loss") or 0.0),
+        "kNN": "–" if knn is None else f"{knn:.1f} %",
+        "images/s": "–" if speed is None else f"{speed:.0f}",
+        "time": duration(story.seconds),
+    }
+
+
+def _head(stories: Sequence[Story], title: str) -> str:
+    if len(stories) > 1:
+        rows = [[f"<b>{escape(story.name)}</b>", *map(escape, _facts(story).values())] for story in stories]
+        return f"<header><h1>{escape(title)}</h1>{_table(['run', *_facts(stories[0])], rows)}</header>"
+    (story,) = stories
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(story).items())
+    about = f"{story.settings.get('recipe') or 'no recipe'} · {story.path}"
+    return f'<header><h1>{escape(title)}</h1><p>{escape(about)}</p><dl class="tiles">{tiles}</dl></header>'
+
+
+def _words(stories: Sequence[Story]) -> str:
+    found = ""
+    for story in stories:
+        words = measures.verdict(story)
+        items = "".join(
+            f'<li class="{"good" if word.good else "bad"}">{"✓" if word.good else "!"} {escape(word.text)}</li>'
+            for word in words
+        )
+        if items:
+            found += (f"<h3>{escape(story.name)}</h3>" if len(stories) > 1 else "") + f'<ul class="words">{items}</ul>'
+    return found
+
+
+def _differences(stories: Sequence[Story]) -> str:
+    rows = [[f"<code>{escape(name)}</code>", *map(escape, values)] for name, values in differences(list(stories))]
+    if not rows:
+        return "<p>Nothing: all settings are the same.</p>"
+    return _table(["setting", *(escape(story.name) for story in stories)], rows)
+
+
+# -- curves --
+
+
+def _charts(stories: Sequence[Story], wanted: Mapping[str, Measure]) -> str:
+    found = []
+    for name, measure in wanted.items():
+        lines = [
+            Line(story.name, story.curves[name], style)
+            for style, story in enumerate(stories)
+            if any(value for _, value in story.curves.get(name, ()))  # a part that is not used is 0 throughout
+        ]
+        found.append(chart(measure.title, lines, measure.meaning, measure.healthy, measure.floor))
+    return f'<div class="charts">{"".join(found)}</div>' if any(found) else ""
+
+
+def _time(stories: Sequence[Story]) -> str:
+    """How the time was spent."""
+    bars = ""
+    for story in stories:
+        if not story.seconds:
+            continue
+        share = min(1.0, story.waited / story.seconds)
+        text = f"{duration(story.seconds)} of training, {share:.1%} of it waiting for images"
+        name = f"<b>{escape(story.name)}</b> " if len(stories) > 1 else ""
+        bars += (
+            f'<p>{name}{text}</p><div class="split" role="img" aria-label="{text}">'
+            f'<i style="width:{100 - 100 * share:.2f}%"></i><b style="width:{100 * share:.2f}%"></b></div>'
+        )
+    keys = '<p class="legend"><span><i></i> steps</span><span><b></b> waiting</span></p>'
+    return f'<div class="time">{bars}{keys}</div>' if bars else ""
+
+
+# -- pictures --
+
+
+def _pictures(story: Story, named: bool) -> str:
+    """Strips side by side, the first with the images themselves, then one for each moment."""
+    if not story.moments:
+        return ""
+    first, *later = story.moments
+    step = max(1, -(-len(later) // (MOST_MOMENTS - 1)))
+    chosen = [first, *later[::-1][::step][::-1]]
+    per_epoch = _steps_per_epoch(story)
+    strips = []
+    images = story.moments[0].file.with_name("images.jpg")
+    for label, file in [("images", images), *((_moment(m.step, per_epoch), m.file) for m in chosen)]:
+        try:
+            data = base64.b64encode(file.read_bytes()).decode()
+        except OSError:
+            continue
+        strips.append(
+            f'<figure><figcaption>{label}</figcaption><img alt="{label}" src="data:image/jpeg;base64,{data}"></figure>'
+        )
+    title = f"<h3>{escape(story.name)}</h3>" if named else ""
+    about = f"<p>Of each image, from top to bottom: {'; '.join(KINDS)}.</p>"
+    return f'{title}{about}<div class="film" tabindex="0">{"".join(strips)}</div>'
+
+
+def _moment(step: int, per_epoch: float) -> str:
+    return f"epoch {number(round(step / per_epoch, 1))}" if per_epoch else f"step {step}"
+
+
+def _steps_per_epoch(story: Story) -> float:
+    last = max((points[-1][0] for points in story.curves.values()), default=0.0)
+    return story.step / last if last else 0.0
+
+
+# -- tables --
+
+
+def _evaluations(stories: Sequence[Story]) -> str:
+    rows = []
+    for story in stories:
+        for found in story.scores:
+            scores = ", ".join(f"{escape(name)} <b>{number(value)}</b>" for name, value in found.numbers.items())
+            cells = [f"<b>{escape(found.name)}</b>", escape(found.data), scores, escape(found.when[:16])]
+            rows.append(cells if len(stories) == 1 else [escape(story.name), *cells])
+    head = ["evaluation", "data", "scores", "when"]
+    return _table(head if len(stories) == 1 else ["run", *head], rows)
+
+
+def _run(story: Story, named: bool) -> str:
+    defaults = config.flatten(Settings().model_dump(mode="json"))
+    rows = [
+        [f"<code>{escape(name)}</code>", f"<b>{_value(value)}</b>", _value(default)]
+        for name, value, default in changed(story, defaults)
+    ]
+    every = [[f"<code>{escape(name)}</code>", _value(value)] for name, value in story.settings.items()]
+    starts = [
+        [
+            escape(str(start.get(name, "–")))
+            for name in ("started", "from_step", "device", "precision", "processes", "images")
+        ]
+        + [escape(str(start.get("commit") or start.get("adclr") or "–")[:12]), f"<code>{_command(start)}</code>"]
+        for start in story.starts
+    ]
+    return (
+        (f"<h3>{escape(story.name)}</h3>" if named else "")
+        + _table(["setting, where it is not the default", "value", "default"], rows)
+        + (
+            f"<details><summary>all {len(every)} settings</summary>{_table(['setting', 'value'], every)}</details>"
+            if every
+            else ""
+        )
+        + _table(["started", "from step", "device", "precision", "processes", "images", "commit", "command"], starts)
+        + _packages(story)
+    )
+
+
+def _value(value: Any) -> str:
+    return escape(value if isinstance(value, str) and value else json.dumps(value))
+
+
+def _command(start: Mapping[str, Any]) -> str:
+    words = start.get("command")
+    return escape(" ".join(["adclr", *map(str, words[1:])])) if isinstance(words, list) and words else "–"
+
+
+def _packages(story: Story) -> str:
+    """Of the last start."""
+    if not story.starts:
+        return ""
+    last = story.starts[-1]
+    packages = last.get("packages")
+    versions = [f"{name} {version}" for name, version in packages.items()] if isinstance(packages, dict) else []
+    text = ", ".join(
+        [f"adclr {last.get('adclr')}", f"Python {last.get('python')}", *versions, str(last.get("platform"))]
+    )
+    return f"<p>{escape(text)}</p>"

@@ -1,0 +1,216 @@
+"""What a run left, gathered for a page. Files may be of another version or damaged: what can be read is taken."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adclr import config
+from adclr.config import UserError
+from adclr.runs import Run, read_json
+
+PICTURES = "pictures"  # folder of the run
+MOST_SCORES = 200  # evaluations read
+LARGEST = 2**22  # bytes of a file of scores or of a picture
+STALE = 600  # seconds without a line after which an unfinished run is called stopped
+
+Points = list[tuple[float, float]]  # (epoch, value)
+
+
+class Scores(NamedTuple):
+    """One evaluation found beside the run."""
+
+    name: str
+    data: str
+    numbers: dict[str, float]
+    when: str
+
+
+class Moment(NamedTuple):
+    """Pictures of fixed images at a step."""
+
+    step: int
+    file: Path
+
+
+@dataclass(frozen=True)
+class Story:
+    name: str
+    path: Path
+    settings: dict[str, Any]  # by full name
+    starts: list[dict[str, Any]]
+    results: dict[str, Any] | None  # None while it trains
+    curves: dict[str, Points]  # numbers of metrics.jsonl and timing.jsonl by name
+    said: list[tuple[float, str]]  # (step, words) that stand in the metrics
+    scores: list[Scores]
+    moments: list[Moment]
+    unreadable: int
+    step: int
+    seconds: float  # of training
+    waited: float  # of these, for images
+    state: str  # finished, training or stopped
+
+    def last(self, name: str) -> float | None:
+        points = self.curves.get(name)
+        return points[-1][1] if points else None
+
+    def best(self, name: str) -> float | None:
+        return max((value for _, value in self.curves.get(name, ())), default=None)
+
+
+def read(path: str | Path) -> Story:
+    run = Run(path)
+    if not run.path.is_dir():
+        raise UserError(f"run {run.path} does not exist; give the directory of a run")
+    metrics, timing = _rows(run, "metrics.jsonl"), _rows(run, "timing.jsonl")
+    settings = _settings(run)
+    if not metrics and not settings:
+        raise UserError(
+            f"{run.path} holds no run: neither settings.yaml nor metrics.jsonl is there; give another directory"
+        )
+    steps = [(step, _number(row.get("epoch"))) for row in metrics if (step := _number(row.get("step"))) is not None]
+    per_step = next((epoch / step for step, epoch in reversed(steps) if step and epoch), 1.0)
+    results = _object(run.path / "results.json")
+    return Story(
+        name=run.path.name or run.path.resolve().name,
+        path=run.path,
+        settings=settings,
+        starts=_starts(run),
+        results=results,
+        curves=_curves([*metrics, *timing], per_step),
+        said=_said(metrics),
+        scores=_scores(run.path / "evals"),
+        moments=_moments(run.path / PICTURES),
+        unreadable=len(_rows(run, "quarantine.jsonl")),
+        step=int(max((step for step, _ in steps), default=0)),
+        seconds=_sum(timing, "seconds"),
+        waited=_sum(timing, "seconds_waiting_for_images"),
+        state="finished" if results is not None else _alive(run.path / "metrics.jsonl"),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """What can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        return None
+    return float(value)
+
+
+def _rows(run: Run, name: str) -> list[dict[str, Any]]:
+    try:
+        return list(run.rows(name))
+    except OSError:
+        return []
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """A JSON object in a file of bearable size."""
+    try:
+        found = read_json(path) if path.stat().st_size <= LARGEST else None
+    except (OSError, UserError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """As they are written: a run of another version has settings that this one does not know."""
+    try:
+        text = (run.path / "settings.yaml").read_text(encoding="utf-8", errors="replace")
+        values = config.load_yaml(text, "settings.yaml")
+    except (OSError, UserError):
+        return {}
+    return config.flatten(values) if isinstance(values, Mapping) else {}
+
+
+def _starts(run: Run) -> list[dict[str, Any]]:
+    try:
+        return [start for start in run.starts() if isinstance(start, dict)]
+    except (OSError, UserError):
+        return []
+
+
+def _curves(rows: Iterable[dict[str, Any]], per_step: float) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for row in rows:
+        step = _number(row.get("step"))
+        if step is None:
+            continue
+        epoch = _number(row.get("epoch"))
+        for name, held in row.items():
+            value = _number(held)
+            if name not in ("step", "epoch") and value is not None:
+                found.setdefault(name, []).append((step * per_step if epoch is None else epoch, value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def _said(rows: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Words that were written with the numbers, such as those about its health; each once, where it was first said."""
+    found: dict[str, float] = {}
+    for row in rows:
+        step = _number(row.get("step"))
+        for value in row.values() if step is not None else ():
+            if isinstance(value, str) and value.strip():
+                found.setdefault(value.strip()[:500], step or 0.0)
+    return [(step, words) for words, step in found.items()]
+
+
+def _scores(folder: Path) -> list[Scores]:
+    found = []
+    for path in sorted(folder.glob("*/*.json"))[:MOST_SCORES]:
+        held = _object(path) or {}
+        scores = held.get("scores")
+        if not isinstance(scores, dict):
+            continue
+        numbers = {str(name): value for name, score in scores.items() if (value := _number(score)) is not None}
+        data, when = _inner(held, "settings", "data") or path.stem, _inner(held, "provenance", "started")
+        found.append(Scores(path.parent.name, data, numbers, when))
+    return found
+
+
+def _inner(held: Mapping[str, Any], part: str, name: str) -> str:
+    inside = held.get(part)
+    return str(inside.get(name, "")) if isinstance(inside, Mapping) else ""
+
+
+def _moments(folder: Path) -> list[Moment]:
+    found = []
+    for path in folder.glob("step_*.jpg") if folder.is_dir() else ():
+        number = path.stem.removeprefix("step_")
+        if number.isascii() and number.isdecimal() and path.stat().st_size <= LARGEST:
+            found.append(Moment(int(number), path))
+    return sorted(found)
+
+
+def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
+    return sum(_number(row.get(name)) or 0.0 for row in rows)
+
+
+def _alive(path: Path) -> str:
+    try:
+        return "training" if time.time() - path.stat().st_mtime < STALE else "stopped"
+    except OSError:
+        return "stopped"
+
+
+def differences(stories: list[Story]) -> list[tuple[str, list[str]]]:
+    """(setting, its value in each run) of the settings that are not the same in all."""
+    names = dict.fromkeys(name for story in stories for name in story.settings)
+    rows = []
+    for name in names:
+        values = [json.dumps(story.settings[name]) if name in story.settings else "–" for story in stories]
+        if len(set(values)) > 1:
+            rows.append((name, values))
+    return rows
+
+
+def changed(story: Story, defaults: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(setting, value, default) of the settings that are not the default's."""
+    return [
+        (name, value, defaults.get(name))
+        for name, value in story.settings.items()
+        if name not in defaults or defaults[name] != value
+    ]

@@ -1,0 +1,253 @@
+"""The page of a run: it holds what the run left, needs nothing beside it, and takes files as it finds them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from adclr import launch, report, training
+from adclr.config import UserError
+from adclr.report import charts, measures, page, story
+from adclr.report import live as live_module
+from adclr.report.live import Live, choose
+from adclr.runs import Run
+from adclr.sources import ImageFolder
+from adclr.weights import load_weights
+from tiny import TINY, Adclr
+
+
+@pytest.fixture(scope="module")
+def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    training.run(
+        launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True})
+    )
+    (folder / "evals/knn").mkdir(parents=True)
+    scores = {
+        "scores": {"knn_top1": 43.25, "broken": "x"},
+        "settings": {"data": "flowers"},
+        "provenance": {"started": "2026"},
+    }
+    (folder / "evals/knn/flowers-1.json").write_text(json.dumps(scores))
+    (folder / "evals/knn/other.json").write_text("[1, 2")
+    return folder
+
+
+class Reader(HTMLParser):
+    """Checks that tags close, and collects what a browser would fetch."""
+
+    VOID = ("meta", "img", "br", "link", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert not reader.open
+    return reader
+
+
+def test_a_run_writes_its_own_page_with_pictures_over_time(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    reader = read(text)
+    moments = sorted(int(path.stem.removeprefix("step_")) for path in (run / "pictures").glob("step_*.jpg"))
+    assert moments[0] == 0
+    assert moments[-1] == 8  # 2 epochs of 4 steps
+    assert len(moments) >= 5
+    with Image.open(run / "pictures" / "step_0.jpg") as first, Image.open(run / "pictures" / "images.jpg") as shown:
+        assert first.size == shown.size
+    assert len(reader.links) == 1 + len(moments)
+    assert all(link.startswith("data:image/jpeg;base64,") for link in reader.links)  # nothing from anywhere
+    assert "default-src 'none'" in text
+    for name in ("loss", "global loss", "query loss", "kNN accuracy", "entropy of the targets", "images per second"):
+        assert f"<b>{name}" in text
+    assert "masked loss" not in text  # it was not used
+    assert ">finished<" in text
+    assert "method.head_hidden_dim" in text
+    assert text.count("data:image") == len(reader.links)
+
+
+def test_what_was_evaluated_beside_the_run_is_on_the_page(run: Path, adclr: Adclr) -> None:
+    done = adclr("report", run)
+    assert done.returncode == 0, done.stderr
+    assert str(run / "report.html") in done.stdout
+    text = (run / "report.html").read_text()
+    assert "knn_top1 <b>43.25</b>" in text
+    assert "flowers" in text
+    assert "broken" not in text
+
+
+def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "second"
+    shutil.copytree(run, other)
+    changed = (other / "settings.yaml").read_text().replace("num_queries: 2", "num_queries: 0")
+    (other / "settings.yaml").write_text(changed)
+    out = report.run([str(run), str(other)], tmp_path / "both.html")
+    text = out.read_text()
+    read(text)
+    table = text.split("What differs in the settings")[1].split("</section>")[0]
+    assert re.findall(r"<code>([\w.]+)</code></td><td>(\w+)</td><td>(\w+)<", table) == [("views.num_queries", "2", "0")]
+    assert text.count('data-name="second"') == text.count('data-name="first"') > 5
+    with pytest.raises(UserError, match="say where it goes with --out"):
+        report.run([str(run), str(other)], None)
+    same = tmp_path / "x" / "second"
+    shutil.copytree(other, same)
+    apart = report.run([str(other), str(same)], tmp_path / "apart.html").read_text()
+    assert f"<b>{same}</b>" in apart
+    assert "Nothing: all settings are the same" in apart
+
+
+def test_a_page_of_ten_thousand_steps_is_small_and_quick(run: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    shutil.copytree(run, long)
+    names = [f"measure_{i}" for i in range(20)]
+    with open(long / "metrics.jsonl", "w") as metrics, open(long / "timing.jsonl", "w") as timing:
+        for step in range(10, 100_001, 10):
+            row = {
+                "step": step,
+                "epoch": step / 100,
+                "loss": 5 + math.sin(step),
+                "loss_global": 4.0,
+                "teacher_entropy": 0.5,
+            }
+            metrics.write(json.dumps(row | dict.fromkeys(names, 1.0 / step)) + "\n")
+            timing.write(json.dumps({"step": step, "seconds": 2.0, "images_per_second": 1000.0}) + "\n")
+    out = report.run([str(long)], None)
+    assert out.stat().st_size < 5_000_000
+    text = out.read_text()
+    assert max(len(points.split()) for points in re.findall(r'points="([^"]+)"', text)) <= charts.MOST_POINTS
+    assert "measure 19" in text  # a measure that has no words is drawn all the same
+
+
+def test_words_of_health_are_said(run: Path, tmp_path: Path) -> None:
+    def words(rows: list[dict[str, object]]) -> str:
+        folder = tmp_path / "said"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        shutil.copy(run / "settings.yaml", folder)
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": n} | row) + "\n" for n, row in enumerate(rows))
+        )
+        return " ".join(word.text for word in measures.verdict(story.read(folder)))
+
+    assert "nearly uniform" in words([{"teacher_entropy": 0.5}, {"teacher_entropy": 0.99}])
+    assert "all on one prototype" in words([{"teacher_entropy": 0.001, "loss_global": 0.01}])
+    assert "neither uniform nor constant" in words([{"teacher_entropy": 0.001, "loss_global": 2.0}])
+    assert "nothing was learned" in words([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
+    assert "had been 50.0 %" in words([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
+    assert "3 steps were void" in words([{"voided_steps": 3}])
+    assert "it collapses" in words([{"health": "it collapses"}, {"health": "it collapses"}])
+
+
+def test_damaged_and_hostile_files_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
+    bad = tmp_path / "<script>alert(1)"
+    bad.mkdir()
+    (bad / "settings.yaml").write_text("recipe: '<img src=x onerror=alert(1)>'\nunknown: {a: 1}\n")
+    rows = [
+        '{"step": 1, "loss": NaN, "x\\"><script>": 1}',
+        "[1]",
+        '{"step": "a", "loss": 1}',
+        '{"step": 2, "loss": 1e999',
+        "\x00",
+    ]
+    (bad / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 3, "loss": 2.5, "epoch": true, "note": "<b>hi"}\n')
+    (bad / "provenance.json").write_text('[{"command": ["x", "<i>"], "packages": 3}, 5]')
+    (bad / "results.json").write_text("{")
+    (bad / "timing.jsonl").write_bytes(b"\xff\xfe\n")
+    (bad / "pictures").mkdir()
+    (bad / "pictures/step_x.jpg").write_bytes(b"1")
+    text = report.run([str(bad)], tmp_path / "bad.html").read_text()
+    read(text)
+    assert "<script>alert" not in text
+    assert "<img src=x" not in text
+    assert "<b>hi" not in text
+    assert "ends at 2.5" in text
+    for damaged in ("metrics.jsonl", "settings.yaml"):
+        (bad / damaged).write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="holds no run"):
+        report.run([str(bad)], tmp_path / "bad.html")
+    with pytest.raises(UserError, match="does not exist"):
+        report.run([str(tmp_path / "nowhere")], None)
+
+
+def test_pictures_of_a_run_that_starts_anew_or_goes_on(run: Path, images: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "again"
+    shutil.copytree(run, copy)
+    weights = load_weights(copy)
+    source = ImageFolder(images / "train")
+    chosen = choose(source, weights)
+    assert [seen.name for seen, _ in chosen] == [seen.name for seen, _ in choose(source, weights)]
+    assert all(seen.pixels.shape == (3, 32, 32) for seen, _ in chosen)
+    before = {path.name: path.read_bytes() for path in (copy / "pictures").iterdir()}
+    live = Live(Run(copy), weights, source, 8)
+    live.begin(4)
+    assert {path.name for path in (copy / "pictures").iterdir()} == set(before)
+    live.begin(0)
+    assert {path.name for path in (copy / "pictures").iterdir()} == {"images.jpg", "step_0.jpg"}
+
+
+def test_a_disk_that_fails_stops_no_training(
+    run: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(live_module, "write_atomically", full)
+    live = Live(Run(run), load_weights(run), ImageFolder(images / "train"), 8)
+    live.begin(1)
+    live(8)
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_ticks_are_round_and_cover_the_range() -> None:
+    for low, high in ((0, 1), (0.0123, 0.0456), (-3, 17), (99.5, 100.5), (1e-7, 3e-7), (0, 123456)):
+        found = charts.ticks(low, high)
+        assert 3 <= len(found) <= 8
+        assert low - 1e-9 <= found[0]
+        assert found[-1] <= high + 1e-9 * abs(high)
+        steps = {round((b - a) / (found[1] - found[0]), 6) for a, b in pairwise(found)}
+        assert steps == {1.0}
+    assert charts.ticks(2, 2) == [2]
+
+
+def test_thinning_keeps_the_mean_and_the_end() -> None:
+    points = [(float(n), float(n % 7)) for n in range(5000)]
+    found = charts.thinned(points, 100)
+    assert len(found) <= 100
+    assert found[-1] == points[-1]
+    assert sum(y for _, y in found) / len(found) == pytest.approx(3, abs=0.2)
+    assert charts.thinned(points[:50], 100) == points[:50]
+
+
+def test_a_chart_of_little_is_a_chart() -> None:
+    assert charts.chart("x", [charts.Line("a", [])]) == ""
+    for points in ([(0.0, 0.0)], [(0.0, 5.0), (1.0, 5.0)], [(0.0, -1e-12), (1.0, 1e29)]):
+        text = charts.chart("x", [charts.Line("a", points)], band=charts.Band(0.1, 0.9), floor=0)
+        assert "nan" not in text
+        assert "inf" not in text
+        read(text)
+    assert page.duration(3725) == "1 h 02 min"
+    assert page.duration(65) == "1 min 5 s"

@@ -1,0 +1,177 @@
+"""The pictures as a user gets them: of any image, with their numbers, and no picture where there is none to draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adclr import launch, looking, pictures, training, visualize
+from adclr.config import UserError, build
+from adclr.pictures import Bar, Cell
+from adclr.visualize import DRAW
+from tiny import TINY, Adclr
+
+
+@pytest.fixture(scope="module")
+def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    training.run(launch.prepare(images / "train", folder, None, TINY | {"train.epochs": 1}))
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Of every shape, one grey, one broken, in two classes."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "photos"
+    for name, shape in (
+        ("cat/a.png", (30, 60, 3)),
+        ("cat/b.jpg", (50, 20, 3)),
+        ("dog/c ü.png", (16, 16)),
+        ("dog/d.png", (9, 90, 3)),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(folder / name)
+    (folder / "cat/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    return folder
+
+
+def draw(name: str, run: Path, images: Path | list[Path], out: Path, **settings: object) -> dict[str, object]:
+    words = [str(path) for path in (images if isinstance(images, list) else [images])]
+    return visualize.run(name, str(run), words, out, build(DRAW[name][0], {"device": "cpu"} | settings))
+
+
+@pytest.mark.parametrize("name", list(DRAW))
+def test_every_picture_of_images_of_any_shape(
+    name: str, run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    report = draw(name, run, photos, out)
+    assert "skipped cat/broken.png" in capsys.readouterr().err
+    singles = sorted(path.name for path in out.glob(f"0*.{name}.png"))
+    assert len(singles) == (3 if name == "match" else 4)
+    assert all(file.isascii() for file in singles)
+    for path in out.glob("*.png"):
+        with Image.open(path) as picture:
+            assert picture.width > 200
+            assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 300  # not blank
+    written = json.loads((out / f"{name}.json").read_text())
+    assert written["images"] == json.loads(json.dumps(report["images"]))
+    assert written["weights"] == str(run)
+    assert written["provenance"]["adclr"]
+    assert (out / "queries_across.png").exists() == (name == "queries")
+
+
+def test_the_command_draws_and_says_where(adclr: Adclr, run: Path, photos: Path, tmp_path: Path) -> None:
+    done = adclr("visualize", "attention", run, photos / "cat/a.png", "--out", tmp_path / "o", "size=32", "device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "attention.png" in done.stdout
+    assert (tmp_path / "o/0000_a.attention.png").exists()
+    text = adclr("visualize", "queries", "--help").stdout
+    assert "across" in text
+    assert "mass" not in text
+
+
+def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: Path) -> None:
+    row, *_ = draw("attention", run, photos / "cat/a.png", tmp_path, mass=0.5)["images"]  # type: ignore[misc]
+    held = visualize.load_weights(run)
+    seen = looking.see("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
+    assert seen.pixels.shape == (3, 32, 64)
+    maps, _ = looking.gaze(held, seen, looking.read(held, seen))
+    assert row["peak"] == pytest.approx(float(maps[0].max()), rel=1e-4)
+    assert row["share_of_patches"] == pytest.approx(looking.heaviest(maps[0, 0], 0.5).mean())
+    (first,) = draw("match", run, [photos / "cat/a.png"] * 2, tmp_path)["images"]  # type: ignore[misc]
+    assert first["share_of_patches"] == 1
+    assert first["cosine_median"] == pytest.approx(1, abs=1e-5)
+    assert first["shift_median"] == [0, 0]
+
+
+def test_background_can_be_left_out(run: Path, photos: Path, tmp_path: Path) -> None:
+    kept = draw("pca", run, photos, tmp_path / "a")
+    removed = draw("pca", run, photos, tmp_path / "b", background="remove")
+    assert all(row["share_of_things"] == 1 for row in kept["images"])  # type: ignore[attr-defined]
+    assert any(row["share_of_things"] < 1 for row in removed["images"])  # type: ignore[attr-defined]
+    assert (tmp_path / "a/pca.png").read_bytes() != (tmp_path / "b/pca.png").read_bytes()
+
+
+def test_queries_are_drawn_by_name_and_seed_or_given(run: Path, photos: Path, tmp_path: Path) -> None:
+    def boxes(images: Path | list[Path], **settings: object) -> list[object]:
+        report = draw("queries", run, images, tmp_path, across=0, **settings)
+        return [row["boxes"] for row in report["images"]]  # type: ignore[attr-defined]
+
+    whole = boxes(photos)
+    assert boxes(photos, num_images=1)[0] == whole[0]  # whatever else is drawn
+    assert boxes(photos, seed=1) != whole
+    for left, top, right, bottom in (box for own in whole for box in own):  # type: ignore[attr-defined]
+        assert 0 <= left < right <= 1
+        assert 0 <= top < bottom <= 1
+    assert boxes(photos / "cat", box=[0.1, 0.2, 0.5, 0.6])[0] == [(0.1, 0.2, 0.5, 0.6)]
+
+
+def test_matched_and_mismatched_are_the_classes_of_the_folders() -> None:
+    pixels = np.zeros((3, 4, 4), np.uint8)
+    cat, tom, dog, stray = (looking.Seen("x", pixels, label) for label in ("cat", "cat", "dog", None))
+    assert visualize.relation(cat, cat) == "itself"
+    assert visualize.relation(cat, tom) == "matched"
+    assert visualize.relation(cat, dog) == "mismatched"
+    assert visualize.relation(cat, stray) == ""
+
+
+def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cases: list[tuple[str, list[Path], dict[str, object], str]] = [
+        ("attention", [photos], {"block": 2}, "have 2 blocks, and no block 2; write 0 to 1"),
+        ("match", [photos / "cat/a.png"], {}, "name the other one too"),
+        ("queries", [photos], {"box": [0.5, 0.2, 0.4, 0.6]}, "is empty; write left, top, right, bottom"),
+        ("pca", [photos / "cat/broken.png"], {}, "none of the 1 images"),
+        ("pca", [photos, photos / "cat/a.png"], {}, "is not an image file; name image files, or one folder"),
+        ("pca", [tmp_path / "nowhere"], {}, "does not exist"),
+    ]
+    for name, images, settings, message in cases:
+        with pytest.raises(UserError, match=message):
+            draw(name, run, images, out, **settings)
+        assert not out.exists()
+
+
+def test_a_grey_network_and_many_bands_can_be_seen() -> None:
+    for channels in (1, 5):
+        image = pictures.shown(np.zeros((channels, 8, 12), np.uint8), 24)
+        assert image.size == (24, 16)
+        assert image.mode == "RGB"
+
+
+def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
+    image = Image.new("RGB", (64, 64), "gray")
+    flat = np.asarray(pictures.attention(image, np.full((8, 8), 1.0, np.float32) + 0.01 * np.eye(8, dtype=np.float32)))
+    peaked = np.asarray(pictures.attention(image, np.eye(8, dtype=np.float32) * 8))
+    assert np.ptp(flat.astype(int), axis=(0, 1)).max() < 6
+    assert np.ptp(peaked.astype(int), axis=(0, 1)).max() > 100
+
+
+def test_the_colours_rise_in_brightness() -> None:
+    """So that they read in grey and for every kind of colour-blindness."""
+    colours = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
+    brightness = colours @ [0.299, 0.587, 0.114]
+    assert (np.diff(brightness) > 0).all()
+
+
+def test_a_sheet_has_room_for_its_words() -> None:
+    cell = Cell(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
+    made = pictures.sheet([[cell, cell], [cell]], ["one", "two/" + "x" * 400], Bar("0", "1", "what it means " * 40))
+    assert made.width < 160 * 2 + 220 + 60
+    assert made.height > 2 * 90
+    assert made.getpixel((made.width - 1, made.height - 1)) == (255, 255, 255)
+
+
+def test_warping_by_the_places_themselves_changes_nothing() -> None:
+    rng = np.random.default_rng(1)
+    image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
+    same = looking.centres((8, 12)).reshape(8, 12, 2)
+    assert np.array_equal(np.asarray(pictures.warped(image, image, same)), np.asarray(image))
+    right = same + np.array([4 / 48, 0], np.float32)  # what is here lies four pixels to the right there
+    moved = np.asarray(pictures.warped(image, image, right))
+    assert np.abs(moved[:, :-4].astype(int) - np.asarray(image)[:, 4:]).max() <= 1
