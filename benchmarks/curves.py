@@ -22,7 +22,7 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import numpy as np
 import torch
 
-from adclr import attention, augment, config, devices, fused, mlp, norm, optim, scenes, training
+from adclr import attention, augment, config, devices, fused, jobs, mlp, norm, optim, scenes
 from adclr.draws import key_of
 from adclr.runs import provenance, write_json
 from adclr.settings import Settings
@@ -41,7 +41,7 @@ def never(*_: object) -> bool:
 def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, draw: int) -> list[float]:
     device, batch = devices.choose("auto"), settings.train.batch_size
     dtype = devices.autocast_dtype("auto", device) if fast else None
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     record = fast and ready(prepare(method, settings, device, dtype, batch))
     step = Step(settings, method, optim.make_optimizer(method.student, settings), device, dtype, record=record)
     schedules = optim.Schedules(settings, IMAGES // batch)

@@ -171,12 +171,12 @@ def stages(bench: Bench, repeats: int) -> None:
 
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
-    from adclr import optim, training
+    from adclr import jobs, optim
     from adclr.speed import prepare, ready
     from adclr.step import Step
 
     settings, device = bench.settings, bench.device
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     record = ready(prepare(method, settings, device, torch.bfloat16, bench.batch))
     optimizer = optim.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, device, torch.bfloat16, record=record)

@@ -21,7 +21,7 @@ from unittest import mock
 import step as benchmark
 import torch
 
-from adclr import attention, devices, fit, fused, mlp, norm, optim, training
+from adclr import attention, devices, fit, fused, jobs, mlp, norm, optim
 from adclr.runs import provenance, write_json
 from adclr.speed import prepare, ready
 from adclr.step import Step, seconds
@@ -99,7 +99,7 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
     with ExitStack() as stack:
         for patch in case.patches():
             stack.enter_context(patch)
-        method = training.build(settings).to(device)
+        method = jobs.build(settings).to(device)
         compiled = case.compiled and ready(prepare(method, settings, device, dtype, batch))
         record = case.recorded and (compiled or not case.compiled)
         optimizer = optim.make_optimizer(method.student, settings)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import cli, config, continued, launch, planning, training
+from adclr import cli, config, continued, jobs, launch, planning
 from adclr.config import UserError
 from adclr.draws import key_of
 from adclr.evals.features import extract
@@ -57,7 +57,7 @@ def backbone(run: Path, part: str, step: int) -> dict[str, torch.Tensor]:
 def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size: int) -> None:
     taken, _ = continued.settings_of(str(weights), {})
     settings = config.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
-    method = training.build(settings)
+    method = jobs.build(settings)
     heads = {name: tensor.clone() for name, tensor in method.student.head.state_dict().items()}
     assert continued.begin(method, settings) == fingerprint(load_weights(weights))
     loaded = load_weights(weights).vit
@@ -180,7 +180,7 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
     kept, _ = continued.settings_of(str(tmp_path / "common" / "backbone.safetensors"), {})
     assert (kept["model.size"], kept["model.dim"], kept["model.num_registers"]) == ("small", None, 1)
     assert kept["model.layer_scale"] is not None
-    method = training.build(config.build(Settings, TINY | {"init": "x"} | kept))
+    method = jobs.build(config.build(Settings, TINY | {"init": "x"} | kept))
     assert method.student.backbone.dim == 384
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import fit, health, training
+from adclr import fit, health, jobs
 from adclr.draws import Draws
 from adclr.evals import matching
 from tiny import TINY, Adclr, tiny
@@ -61,7 +61,7 @@ def test_measures_of_targets_are_the_formulas() -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_queries": 0}, {"target": "sinkhorn"}, {"query_keys": "all"}])
 def test_looking_changes_nothing(changes: dict[str, Any]) -> None:
     settings = tiny(**changes)
-    method = training.build(settings)
+    method = jobs.build(settings)
     views = fit.random_views(settings, 3, CPU)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     sums = {name: center._sum.clone() for name, center in method.centers.items()}  # type: ignore[union-attr,operator]

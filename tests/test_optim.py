@@ -73,8 +73,8 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
 
 def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
     from adclr import fit
+    from adclr.jobs import build
     from adclr.step import Step
-    from adclr.training import build
 
     settings = tiny()
     method = build(settings)
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
 
 
 def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() -> None:
-    from adclr.training import build
+    from adclr.jobs import build
 
     student = build(tiny(masked_weight=1.0, layer_scale=0.1)).student
     optimizer = make_optimizer(student, tiny())
@@ -143,8 +143,8 @@ def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() ->
 def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_void() -> None:
     """What a recorded step does, without the recording: its numbers are one tensor, and recording runs it void."""
     from adclr import fit
+    from adclr.jobs import build
     from adclr.step import Step
-    from adclr.training import build
 
     settings, cpu = tiny(model__drop_path=0.0), torch.device("cpu")
     views = fit.random_views(settings, 4, cpu)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, launch, training
+from adclr import config, jobs, launch
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
@@ -223,7 +223,7 @@ def test_accumulation_changes_nothing_but_rounding(images: Path, tmp_path: Path)
 def test_a_poisoned_batch_is_void_and_training_goes_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = training.render
+    clean = jobs.render
 
     def poisoned(packed: Any, plan: Any, mean: Any, std: Any) -> Any:
         views = clean(packed, plan, mean, std)
@@ -233,7 +233,7 @@ def test_a_poisoned_batch_is_void_and_training_goes_on(
         return views
 
     poisoned.count = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(training, "render", poisoned)
+    monkeypatch.setattr(jobs, "render", poisoned)
     run = pretrain(images / "train", tmp_path / "run", checkpoint_every_steps=1, keep_checkpoints=9)
     rows = list(run.rows("metrics.jsonl"))
     assert [row["voided_steps"] for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -317,13 +317,13 @@ def test_a_student_learns_what_a_teacher_that_stands_still_says(images: Path, tm
 def test_settings_build_the_method_they_describe() -> None:
     def names(**changes: Any) -> set[str]:
         settings = config.build(Settings, TINY, changes)
-        return set(training.build(settings).student.state_dict())
+        return set(jobs.build(settings).student.state_dict())
 
     assert "backbone.reg_token" in names(num_registers=2)
     assert "backbone.blocks.0.ls1.gamma" in names(layer_scale=0.1)
-    a = training.build(config.build(Settings, TINY))
-    b = training.build(config.build(Settings, TINY))
-    c = training.build(config.build(Settings, TINY, {"seed": 1}))
+    a = jobs.build(config.build(Settings, TINY))
+    b = jobs.build(config.build(Settings, TINY))
+    c = jobs.build(config.build(Settings, TINY, {"seed": 1}))
     assert torch.equal(a.student.backbone.pos_embed, b.student.backbone.pos_embed)
     assert not torch.equal(a.student.backbone.pos_embed, c.student.backbone.pos_embed)
 

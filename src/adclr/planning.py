@@ -155,11 +155,11 @@ def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
 
 def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     """Decodes a few images, as the cache does to guess the size of all."""
-    from adclr import cache, devices, memory, training
+    from adclr import cache, devices, jobs, memory
     from adclr.feed import Feed
     from adclr.nvjpeg import GpuDecoder
 
-    decoder, workers = training.decoder(settings), settings.data.num_workers
+    decoder, workers = jobs.decoder(settings), settings.data.num_workers
     threads = max(1, auto.cpu_count() if workers is None else workers)
 
     def read(index: int) -> Pixels | None:
@@ -207,11 +207,11 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
     """The device that is here, by a few steps."""
     import torch
 
-    from adclr import devices, fit, memory, optim, speed, step, training
+    from adclr import devices, fit, jobs, memory, optim, speed, step
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     gpu = device.type == "cuda"
     if gpu:
         fixed, each = fit.measure(method, settings, device, dtype)

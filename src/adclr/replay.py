@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adclr
-from adclr import launch, training
+from adclr import jobs, launch
 from adclr.augment import Views
 from adclr.config import UserError
 from adclr.devices import choose
+from adclr.jobs import Job
 from adclr.launch import Launch
 from adclr.meter import NAMES
 from adclr.method import ADCLR
@@ -32,7 +33,6 @@ from adclr.progress import track
 from adclr.runs import write_json
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
-from adclr.training import Job
 
 MOST_IMAGES = 8  # that are named
 Indices = NDArray[np.int64]
@@ -52,7 +52,7 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
     if launch.processes() > 1:
         raise UserError("--replay works in one process; start it without torchrun")
     with repeatable(settings.train.deterministic):
-        job = training.assemble(launched, device, before=step)
+        job = jobs.assemble(launched, device, before=step)
         compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
         take = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
         start = 0 if job.state is None else job.state.step
@@ -65,12 +65,12 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
 
 def _go_to(job: Job, take: Step, start: int, step: int) -> dict[str, Any]:
     """Does the steps before it; whether it is void itself, which leaves all as it is."""
-    views = training.views_of(job, training.order(job, start))
+    views = jobs.views_of(job, jobs.order(job, start))
     try:
         for number in track(range(start, step - 1), f"to step {step}", step - 1 - start):
-            take(training.seeded(job, views, number), job.schedules.at(number))
+            take(jobs.seeded(job, views, number), job.schedules.at(number))
         state = copy.deepcopy(job.method.state_dict())
-        losses, ok = take(training.seeded(job, views, step - 1), job.schedules.at(step - 1))
+        losses, ok = take(jobs.seeded(job, views, step - 1), job.schedules.at(step - 1))
         job.method.load_state_dict(state)  # a good step would have moved it
     finally:
         views.close()
@@ -88,7 +88,7 @@ def _look(job: Job, step: int) -> dict[str, Any]:
     """What in the step is not finite."""
     for backbone in (job.method.student.backbone, job.method.teacher.backbone):
         backbone.plain_blocks()  # compiled ones would be compiled again for every number of images
-    epoch, indices = next(training.batches_of(job, step - 1))
+    epoch, indices = next(jobs.batches_of(job, step - 1))
     temperature = job.schedules.at(step - 1).teacher_temperature
 
     def bad(some: Indices, dtype: torch.dtype | None = job.dtype) -> bool:
@@ -133,7 +133,7 @@ def _culprits(bad: Callable[[Indices], bool], indices: Indices) -> Iterator[int]
 
 def _views(job: Job, epoch: int, indices: Indices) -> Iterator[Views]:
     parts = (indices[i : i + job.micro_batch] for i in range(0, len(indices), job.micro_batch))
-    views = training.views_of(job, ((epoch, part) for part in parts))
+    views = jobs.views_of(job, ((epoch, part) for part in parts))
     try:
         yield from views
     finally:

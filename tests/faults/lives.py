@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from adclr import checkpoint, manifest, optim, training
+from adclr import checkpoint, jobs, manifest, optim
 from adclr.method import ADCLR
 from adclr.runs import Run
 from tiny import TINY, tiny, words
@@ -97,7 +97,7 @@ def digest(run: Path) -> str:
 def made() -> tuple[ADCLR, torch.optim.AdamW]:
     """A method and its optimizer after one step, so that all state is there."""
     settings = tiny(depth=1)
-    method = training.build(settings)
+    method = jobs.build(settings)
     optimizer = optim.make_optimizer(method.student, settings)
     for parameter in method.student.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import adclr as package
-from adclr import checkpoint, fit, launch, optim, replay, training
+from adclr import checkpoint, fit, jobs, launch, optim, replay
 from adclr.config import UserError
 from adclr.draws import key_of
 from adclr.losses import Center
@@ -74,7 +74,7 @@ def test_a_void_step_leaves_all_as_it_was(
 ) -> None:
     """To the bit: weights, teacher, centers, moments and step counts; and the step after is as if it had not been."""
     settings = tiny(masked_weight=1.0, drop_path=0.0)
-    method = training.build(settings)
+    method = jobs.build(settings)
     optimizer = optim.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, torch.device("cpu"), None, accumulate)
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_a_void_step_leaves_all_as_it_was(
     if hasattr(method, "_undo"):
         method._undo()
     monkeypatch.undo()
-    other = training.build(settings)
+    other = jobs.build(settings)
     other_optimizer = optim.make_optimizer(other.student, settings)
     never = Step(settings, other, other_optimizer, torch.device("cpu"), None, accumulate)
     for some in (first, third):
@@ -140,7 +140,7 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
     shutil.copytree(images / "train", data)
     name = sorted(data.rglob("*.png"))[7].relative_to(data)
     plans: dict[int, Any] = {}
-    real_plan, real_render = training.plan, training.render
+    real_plan, real_render = jobs.plan, jobs.render
 
     def plan(settings: Any, epoch: int, keys: Any, sizes: Any) -> Any:
         made = real_plan(settings, epoch, keys, sizes)
@@ -153,8 +153,8 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
         views.local_crops[0, torch.from_numpy(keys == key_of(str(name)))] *= 1e30
         return views
 
-    patch.setattr(training, "render", render)
-    patch.setattr(training, "plan", plan)
+    patch.setattr(jobs, "render", render)
+    patch.setattr(jobs, "plan", plan)
     return data, name
 
 
