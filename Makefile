@@ -1,7 +1,7 @@
 # `make demo` and `make test` need only Python >= 3.11; everything else they fetch into .venv themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: setup setup-test demo test test-full check format clean
+.PHONY: setup setup-test demo pictures test test-full check format clean
 
 setup: .venv/.for-use
 setup-test: .venv/.for-test
@@ -17,6 +17,9 @@ setup-test: .venv/.for-test
 
 demo: setup
 	$(BIN)/adclr demo --out runs/demo
+
+pictures: setup-test
+	$(BIN)/python docs/pictures.py
 
 check: setup-test
 	$(BIN)/ruff check .

@@ -58,7 +58,8 @@ def run(out: Path, seed: int) -> None:
 
 def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
     """A row for each scene: its queries, where `[CLS]` and they look, what is like them, and components of patches."""
-    seen = [looking.Seen(scenes.KINDS[scene.kind], scene.image.transpose(2, 0, 1)) for scene in shown]
+    patch = weights.vit.patch_size
+    seen = [looking.see(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
     patches = [looking.features(weights, one) for one in seen]
     basis = looking.basis(torch.cat(patches))
     rows = []

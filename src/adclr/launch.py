@@ -33,6 +33,7 @@ FREE = (
     "train.keep_checkpoints",
     "train.free_checkpoints",
     "train.loggers",
+    "train.report",
     "probe.data",
     "probe.held_out",
     "probe.every_epochs",

@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 Box = tuple[float, float, float, float]  # left, top, right, bottom as shares of the width and the height
 Grid = tuple[int, int]  # patches down and across
 LONGEST = 4  # times the shorter side; a longer image is shrunk further, so that its patches stay few
+NEAR = 0.08  # of the width and height: how far a match tells where its neighbours are
 CHUNK = 1024  # patches compared with all others at once
 
 
@@ -168,13 +169,13 @@ def centres(grid: Grid) -> Floats:
 def flow(matches: Matches, first: Grid, second: Grid) -> Floats:
     """rows×columns×2: for each patch of the first image, where in the second it is.
 
-    The shift of each patch is the mean of those of the matches, weighed by nearness (the fourth power of the
-    distance, in the first image) and likeness: exact at a match, and smooth between them.
+    The shift of each patch is the mean of those of the matches, weighed by likeness and by nearness in the first image
+    (a Gaussian of 8 % of its sides), so that one false match among right ones does little.
     """
     here, there = centres(first), centres(second)
     shift = there[matches.second] - here[matches.first]
     away = ((here[:, None] - here[None, matches.first]) ** 2).sum(axis=-1)
-    weight = np.maximum(matches.cosine, 1e-3) / (away**2 + 1e-12)
+    weight = np.maximum(matches.cosine, 1e-3) * (np.exp(-away / (2 * NEAR**2)) + 1e-6)  # far from all: the mean of all
     found = here + (weight @ shift) / weight.sum(axis=1, keepdims=True)
     return np.asarray(found.reshape(*first, 2), np.float32)
 

@@ -63,7 +63,7 @@ class Queries(Look):
     scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a drawn query, of the image's")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the drawing")
     across: Annotated[int, Field(ge=0, le=12)] = Field(
-        6, description="images whose first queries are asked in all of these; 0: none"
+        4, description="images whose first queries are asked in all of these; 0: none"
     )
 
 
@@ -263,21 +263,25 @@ def query_boxes(seen: Seen, settings: Queries) -> list[Box]:
 
 
 def across(weights: Weights, seen: Sequence[Seen], boxes: Sequence[Box], block: int = -1) -> Image.Image:
-    """A row for each image: its query, and where that looks in every image; matched are those of its own class."""
+    """Two rows for each image: where its query looks in every image, and which patches there are like its answer.
+
+    Matched are images of its own class. The answer is that in its own image, for all of them."""
     memories = [looking.read(weights, one) for one in seen]
-    rows = []
-    for own, box in zip(seen, boxes, strict=True):
-        crop = own.crop(box, weights.vit.patch_size)[None]
-        found = [looking.gaze(weights, one, m, crop, block) for one, m in zip(seen, memories, strict=True)]
-        first = next(answer for one, (_, answer) in zip(seen, found, strict=True) if one is own)
-        cells = [Cell(pictures.marked(pictures.shown(own.pixels, CELL), [box]), "query", colour=pictures.mark(0))]
-        for one, (maps, answer) in zip(seen, found, strict=True):
-            alike = f"answer {looking.similarity(answer, first).item():.2f}"
-            cells.append(
-                Cell(pictures.attention(pictures.shown(one.pixels, CELL), maps[0, 0]), relation(own, one), alike)
-            )
-        rows.append(cells)
-    return pictures.sheet(rows, [one.name for one in seen], ATTENTION)
+    rows, names = [], []
+    for own, memory, box in zip(seen, memories, boxes, strict=True):
+        crop, image = own.crop(box, weights.vit.patch_size)[None], pictures.shown(own.pixels, CELL)
+        _, answer = looking.gaze(weights, own, memory, crop, block)
+        upper = [Cell(pictures.marked(image, [box]), "query", colour=pictures.mark(0))]
+        lower = [Cell(pictures.shown(crop[0], CELL), "as it is asked")]
+        for one, kept in zip(seen, memories, strict=True):
+            maps, _ = looking.gaze(weights, one, kept, crop, block)
+            alike = looking.similarity(answer, kept.tokens.patches[0].float().cpu()).numpy().reshape(maps.shape[2:])
+            image = pictures.shown(one.pixels, CELL)
+            upper.append(Cell(pictures.attention(image, maps[0, 0]), relation(own, one), peak(maps[0, 0])))
+            lower.append(Cell(pictures.heat(image, alike, 1.0), "alike", f"up to {alike.max():.2f}"))
+        rows += [upper, lower]
+        names += [own.name, ""]
+    return pictures.sheet(rows, names, BOTH)
 
 
 def relation(query: Seen, other: Seen) -> str:

@@ -14,7 +14,7 @@ for (const figure of document.querySelectorAll(".chart")) {
       return lines.length > 1 ? `${name} ${value}` : `${value}`;
     });
     read.textContent = `epoch ${epoch.toPrecision(3)}: ${near.join(", ")}`;
-    cursor.setAttribute("d", `M${Math.min(Math.max(x, left), right)} 12V206`);
+    cursor.setAttribute("d", `M${Math.min(Math.max(x, left), right)} 12V186`);
   });
   svg.addEventListener("pointerleave", () => { read.textContent = ""; cursor.setAttribute("d", ""); });
 }

@@ -9,7 +9,7 @@ from html import escape
 
 from adclr.report.story import Points
 
-WIDTH, HEIGHT = 520, 240
+WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 60, 12, 12, 34
 MOST_POINTS = 400  # of a line: more cannot be told apart
 # The colours --c0 to --c5 of the style are Okabe and Ito's, which the colour-blind tell apart; dashes print in grey too
@@ -111,7 +111,10 @@ def chart(
         tag = f'data-name="{escape(line.name)}" data-values="{values}"'
         parts.append(f'<polyline {_stroke(line.style)} points="{path}" {tag}/>')
         if len(points) < 30:
-            parts += [f'<circle {_stroke(line.style)} cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2"/>' for x, y in points]
+            parts += [
+                f'<circle style="fill:var(--c{line.style % len(DASHES)})" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>'
+                for x, y in points
+            ]
     ends = "; ".join(f"{line.name} ends at {number(points[-1][1])}" for line, points in drawn)
     healthy = f' <span class="healthy">healthy {number(band.low)} to {number(band.high)}</span>' if band else ""
     caption = (

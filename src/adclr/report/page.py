@@ -18,6 +18,7 @@ from adclr.report.story import Story, changed, differences
 from adclr.settings import Settings
 
 KINDS = ("where [CLS] looks", "where a query looks", "components of the patches")  # rows of a strip, of each image
+STARTS = ("started", "from_step", "device", "precision", "processes", "images")  # of provenance.json
 MOST_MOMENTS = 10  # shown of a run
 
 
@@ -213,24 +214,18 @@ def _run(story: Story, named: bool) -> str:
     ]
     every = [[f"<code>{escape(name)}</code>", _value(value)] for name, value in story.settings.items()]
     starts = [
-        [
-            escape(str(start.get(name, "–")))
-            for name in ("started", "from_step", "device", "precision", "processes", "images")
-        ]
+        [escape(str(start.get(name, "–"))) for name in STARTS]
         + [escape(str(start.get("commit") or start.get("adclr") or "–")[:12]), f"<code>{_command(start)}</code>"]
         for start in story.starts
     ]
-    return (
-        (f"<h3>{escape(story.name)}</h3>" if named else "")
-        + _table(["setting, where it is not the default", "value", "default"], rows)
-        + (
-            f"<details><summary>all {len(every)} settings</summary>{_table(['setting', 'value'], every)}</details>"
-            if every
-            else ""
-        )
-        + _table(["started", "from step", "device", "precision", "processes", "images", "commit", "command"], starts)
+    every_table = _table(["setting", "value"], every)
+    found = (
+        _table(["setting, where it is not the default", "value", "default"], rows)
+        + (f"<details><summary>all {len(every)} settings</summary>{every_table}</details>" if every else "")
+        + _table([name.replace("_", " ") for name in (*STARTS, "commit", "command")], starts)
         + _packages(story)
     )
+    return f"<details><summary>{escape(story.name)}</summary>{found}</details>" if named else found
 
 
 def _value(value: Any) -> str:

@@ -1,0 +1,80 @@
+"""Draws the pictures of README.md and looking.md from the built-in scenes: `make pictures`, ten minutes on 2 cores.
+
+The commands are those a user would type; what is drawn goes to docs/pictures. The page and the explorer are
+photographed by Chromium where there is one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent  # all other paths are below it, so that no picture shows where that is
+OUT, RUNS = Path("docs/pictures"), Path("runs")
+DEMO, DRAWN, COLLAPSED = RUNS / "demo", RUNS / "pictures", RUNS / "collapsed"
+VAL = DEMO / "scenes/val"
+SCENES = [VAL / name for name in ("bar/02007.png", "disc/02420.png", "ring/02024.png", "triangle/02489.png")]
+CLASSES = [VAL / name for name in ("disc/02006.png", "disc/02017.png", "flower/02013.png", "flower/02016.png")]
+FLOWERS = [VAL / "flower" / name for name in ("02013.png", "02016.png", "02021.png")]
+VARIED = [*SCENES[:1], *(VAL / name for name in ("cross/02078.png", "disc/02249.png", "flower/02270.png"))]
+VARIED += [VAL / name for name in ("frame/02460.png", "ring/02380.png", "star/02081.png", "triangle/02489.png")]
+
+
+def adclr(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "adclr", *map(str, words)], check=True, cwd=ROOT)
+
+
+def keep(drawn: Path, name: str) -> None:
+    """Into the repository, as a JPEG with all its colours: a fifth of the bytes."""
+    with Image.open(ROOT / drawn) as picture:
+        picture.convert("RGB").save(ROOT / OUT / f"{name}.jpg", quality=90, subsampling=0, optimize=True)
+
+
+def draw() -> None:
+    run = DEMO / "run"
+    keep(DEMO / "attention.png", "demo")
+    adclr("visualize", "attention", run, *SCENES, "--out", DRAWN, "size=128")
+    keep(DRAWN / "attention.png", "attention")
+    adclr("visualize", "queries", run, *CLASSES, "--out", DRAWN, "size=128", "box=[0.35,0.35,0.6,0.6]")
+    keep(DRAWN / "queries_across.png", "queries_across")
+    adclr("visualize", "pca", run, *VARIED, "--out", DRAWN, "size=128")
+    keep(DRAWN / "pca.png", "pca")
+    adclr("visualize", "pca", run, *VARIED, "--out", DRAWN / "things", "size=128", "background=remove")
+    keep(DRAWN / "things/pca.png", "pca_things")
+    adclr("visualize", "match", run, *FLOWERS, "--out", DRAWN, "size=128")
+    keep(DRAWN / "match.png", "match")
+    adclr("visualize", "queries", COLLAPSED, *SCENES, "--out", DRAWN / "collapsed", "size=128", "seed=1")
+    keep(DRAWN / "collapsed/queries.png", "collapsed")
+
+
+def photograph(chromium: str) -> None:
+    """The page of the demo's run."""
+    from playwright.sync_api import sync_playwright
+
+    adclr("report", DEMO / "run")
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 1500})
+        page.goto((ROOT / DEMO / "run/report.html").as_uri())
+        page.screenshot(path=ROOT / DRAWN / "report.png")
+        browser.close()
+    keep(DRAWN / "report.png", "report")
+
+
+def main() -> None:
+    (ROOT / OUT).mkdir(exist_ok=True)
+    adclr("demo", "--out", DEMO)
+    collapse = ("teacher_temperature=1", "teacher_temperature_start=1", f"probe.data={DEMO / 'scenes'}")
+    adclr("pretrain", DEMO / "scenes/train", "--out", COLLAPSED, "--recipe", "demo", *collapse)
+    draw()
+    chromium = shutil.which("chromium")
+    if chromium:
+        photograph(chromium)
+
+
+if __name__ == "__main__":
+    main()
