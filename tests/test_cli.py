@@ -116,7 +116,10 @@ def test_mistakes_that_need_torch(adclr: Adclr, images: Path, place: Path) -> No
     cases = [
         (["evaluate", "knm", "--weights", "w", "--data", images], "unknown evaluation 'knm'; there are: knn"),
         (["evaluate", "knn", "--weights", place / "w", "--data", images], "do not exist"),
-        (["evaluate", "knn", "--weights", place, "--data", images], "neither backbone.safetensors nor a whole checkpoint"),
+        (
+            ["evaluate", "knn", "--weights", place, "--data", images],
+            "neither backbone.safetensors nor a whole checkpoint",
+        ),
         (["evaluate", "knn", "--weights", place, "--data", images, "kk=3"], "did you mean 'k'?"),
         (["evaluate", "knn", "--data", images], "give --weights and --data"),
         (["evaluate", "knn", "--weights", place, "--data", images / "train" / "disc"], "no class folder"),
