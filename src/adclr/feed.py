@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TypeVar, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
 from adclr.views import Plan
+from adclr.workers import Stuck, Workers, result
 
 # Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
 AHEAD = 3
@@ -68,6 +69,7 @@ class Feed:
         self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
         self._lock = Lock()
+        self._reading: dict[int, int] = {}  # by thread
         self._gpu = torch.cuda.current_device() if pin else None
 
     def read(self, index: int) -> Pixels | None:
@@ -77,11 +79,20 @@ class Feed:
     def _read(self, index: int, decode: Callable[[bytes], Item]) -> Item | None:
         if index in self.unreadable:
             return None
+        thread = get_ident()
+        self._reading[thread] = index
         try:
             return decode(self.source.read(index))
         except (Unreadable, OSError) as error:
             self._list(index, str(error))
             return None
+        finally:
+            self._reading.pop(thread, None)
+
+    def reading(self) -> str:
+        """What is being read just now, for a person."""
+        names = [self.source.paths[index] for index in list(self._reading.values())]
+        return f"{', '.join(sorted(names)[:3])} of {self.source.root}" if names else str(self.source.root)
 
     def image(self, index: int) -> Pixels:
         """The pixels of an image, or of the next readable one."""
@@ -123,29 +134,18 @@ class Feed:
             for epoch, indices in order:
                 yield self._assemble(epoch, indices, self._items(self._wanted(indices)), planner)
             return
-        waiting: deque[Future[Batch]] = deque()
-        decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
-        assembler = ThreadPoolExecutor(1, "assemble", self._be_there)
-
-        def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch:
-            return self._assemble(epoch, indices, [item for part in parts for item in part.result()], planner)
-
+        crew = _Crew(self, planner)
         switch = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
             for epoch, indices in order:
-                wanted = self._wanted(indices)
-                parts = [wanted[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
-                read = [decoders.submit(self._items, part) for part in parts]
-                waiting.append(assembler.submit(collect, epoch, indices, read))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                crew.order(epoch, indices)
+                if len(crew.waiting) > AHEAD:
+                    yield crew.next()
+            while crew.waiting:
+                yield crew.next()
         finally:
-            # decoders first: an assembler then finds its images cancelled and gives up at once
-            decoders.shutdown(wait=True, cancel_futures=True)
-            assembler.shutdown(wait=True, cancel_futures=True)
+            crew.close()
             sys.setswitchinterval(switch)
 
     def _be_there(self) -> None:
@@ -178,3 +178,67 @@ class Feed:
         if packed is None:  # whatever that was, it was not these files
             packed = pack([self.image(int(index)) for index in indices], self.pin)
         return packed
+
+
+class _Crew:
+    """The threads of a feed: some decode, one assembles. If they are stuck, others do their work again, in order."""
+
+    def __init__(self, feed: Feed, planner: Planner) -> None:
+        self.feed, self.planner = feed, planner
+        self.waiting: deque[tuple[int, NDArray[np.int64], Future[Batch]]] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.decoders = Workers(self.feed.num_workers, "decode")
+        self.assembler = Workers(1, "assemble", self.feed._be_there)
+
+    def order(self, epoch: int, indices: NDArray[np.int64]) -> None:
+        self.waiting.append((epoch, indices, self._submit(epoch, indices)))
+
+    def _submit(self, epoch: int, indices: NDArray[np.int64]) -> Future[Batch]:
+        wanted = self.feed._wanted(indices)
+        parts = [wanted[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
+        read = [self.decoders.submit(self.feed._items, part) for part in parts]
+
+        def collect() -> Batch:
+            items = [item for part in read for item in part.result()]
+            return self.feed._assemble(epoch, indices, items, self.planner)
+
+        return self.assembler.submit(collect)
+
+    def next(self) -> Batch:
+        for last in (False, True):
+            try:
+                batch = result(self.waiting[0][2], self.decoders, self.assembler)
+            except (Stuck, MemoryError) as error:
+                reading = self.feed.reading()
+                self.close()
+                if last:
+                    raise UserError(_remedy(error, reading)) from None
+                print(f"{_trouble(error, reading)}; it is tried once more", file=sys.stderr)
+                self._begin()
+                again = [(epoch, indices) for epoch, indices, _ in self.waiting]
+                self.waiting.clear()
+                for epoch, indices in again:
+                    self.order(epoch, indices)
+            else:
+                self.waiting.popleft()
+                return batch
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        # decoders first: an assembler then finds its images cancelled and gives up at once
+        self.decoders.close()
+        self.assembler.close()
+
+
+def _trouble(error: Exception, reading: str) -> str:
+    if isinstance(error, Stuck):
+        return f"no image has come for a minute while reading {reading}"
+    return f"there is no memory for {reading}"
+
+
+def _remedy(error: Exception, reading: str) -> str:
+    if isinstance(error, Stuck):
+        return f"{_trouble(error, reading)}, twice; see to the disk or network it lies on, or remove it"
+    return f"{_trouble(error, reading)}, twice; lower data.num_workers or data.max_side"
