@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Generic, TypeVar, cast
 
 import numpy as np
@@ -59,6 +59,7 @@ class Feed:
         self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
         self._lock = Lock()
+        self._reading: dict[int, int] = {}  # by thread
         self._gpu = torch.cuda.current_device() if pin else None
 
     def read(self, index: int) -> Pixels | None:
@@ -68,11 +69,20 @@ class Feed:
     def _read(self, index: int, decode: Callable[[bytes], Item]) -> Item | None:
         if index in self.unreadable:
             return None
+        thread = get_ident()
+        self._reading[thread] = index
         try:
             return decode(self.source.read(index))
         except (Unreadable, OSError) as error:
             self._list(index, str(error))
             return None
+        finally:
+            self._reading.pop(thread, None)
+
+    def reading(self) -> str:
+        """What is being read just now, for a person."""
+        names = [self.source.paths[index] for index in list(self._reading.values())]
+        return f"{', '.join(sorted(names)[:3])} of {self.source.root}" if names else str(self.source.root)
 
     def image(self, index: int) -> Pixels:
         """The pixels of an image, or of the next readable one."""
@@ -126,6 +136,7 @@ class Feed:
             lambda job: self._wanted(job[1]),
             self._item,
             lambda job, items: self._assemble(*job, items, planner),
+            self.reading,
             self.num_workers,
             self._gpu,
         )

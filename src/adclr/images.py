@@ -133,6 +133,7 @@ class Images:
             lambda indices: indices[:0] if stored else indices,
             self._bring,
             self._assemble,
+            lambda: str(self.source.root),
             self.num_workers,
             torch.cuda.current_device() if self.device.type == "cuda" else None,
         )

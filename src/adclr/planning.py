@@ -12,7 +12,6 @@ import statistics
 import textwrap
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from adclr.gpus import Gpu
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
+from adclr.workers import Workers
 
 # Share of a GPU's peak that the step reaches, on an H200: 0.33 with ViT-S/16 (2616 images/s of 124 GFLOP each, of
 # 989 TFLOP/s), 0.43 with ViT-B/16.
@@ -168,7 +168,7 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
         except (Unreadable, OSError):
             return None
 
-    with ThreadPoolExecutor(threads) as pool:
+    with Workers(threads, "plan") as pool:
         started = time.perf_counter()
         size = cache.guess(read, len(source), pool)
         rate = min(cache.SAMPLE, len(source)) / (time.perf_counter() - started)

@@ -1,16 +1,22 @@
-"""Items brought by threads, put together into batches by others, in order, a bounded number ahead."""
+"""Items brought by threads, put together into batches by others, in order, a bounded number ahead.
+
+If the threads are stuck, others do their work again, once, in the same order.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from adclr.config import UserError
+from adclr.workers import Stuck, Workers, result
 
 # Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
 AHEAD = 3
@@ -34,12 +40,14 @@ def in_order(
     wanted: Callable[[Job], NDArray[np.int64]],
     bring: Callable[[int], Item],
     assemble: Callable[[Job, list[Item]], Made],
+    reading: Callable[[], str],
     num_workers: int,
     gpu: int | None = None,
 ) -> Generator[Made, None, None]:
     """`assemble(job, items)` for each job, in order; `bring` has brought the items that `wanted(job)` names.
 
-    Without workers all of it is done here, when it is asked for. `gpu` is the one that assembling threads work on.
+    Without workers all of it is done here, when it is asked for. `gpu` is the one that assembling threads work on;
+    `reading` says, for a person, what is being read just now.
     """
 
     def bring_all(indices: NDArray[np.int64]) -> list[Item]:
@@ -50,30 +58,96 @@ def in_order(
             yield assemble(job, bring_all(wanted(job)))
         return
 
-    def collect(job: Job, parts: list[Future[list[Item]]]) -> Made:
-        return assemble(job, [item for part in parts for item in part.result()])
-
-    def be_there() -> None:
-        """A thread begins on the first GPU, whichever the others are on."""
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-
-    waiting: deque[Future[Made]] = deque()
-    decoders = ThreadPoolExecutor(num_workers, thread_name_prefix="decode")
-    assembler = ThreadPoolExecutor(ASSEMBLERS, "assemble", be_there)
+    crew = _Crew(wanted, bring_all, assemble, reading, num_workers, gpu)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         for job in jobs:
-            indices = wanted(job)
-            parts = [indices[i : i + TOGETHER] for i in range(0, len(indices), TOGETHER)]
-            waiting.append(assembler.submit(collect, job, [decoders.submit(bring_all, part) for part in parts]))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            crew.order(job)
+            if len(crew.waiting) > AHEAD:
+                yield crew.next()
+        while crew.waiting:
+            yield crew.next()
     finally:
-        # decoders first: an assembler then finds its images cancelled and gives up at once
-        decoders.shutdown(wait=True, cancel_futures=True)
-        assembler.shutdown(wait=True, cancel_futures=True)
+        crew.close()
         sys.setswitchinterval(switch)
+
+
+class _Crew(Generic[Job, Item, Made]):
+    """The threads: some bring, others assemble."""
+
+    def __init__(
+        self,
+        wanted: Callable[[Job], NDArray[np.int64]],
+        bring: Callable[[NDArray[np.int64]], list[Item]],
+        assemble: Callable[[Job, list[Item]], Made],
+        reading: Callable[[], str],
+        num_workers: int,
+        gpu: int | None,
+    ) -> None:
+        self.wanted, self.bring, self.assemble, self.reading = wanted, bring, assemble, reading
+        self.num_workers, self.gpu = num_workers, gpu
+        self.waiting: deque[tuple[Job, Future[Made]]] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.decoders = Workers(self.num_workers, "decode")
+        self.assemblers = Workers(ASSEMBLERS, "assemble", self._be_there)
+
+    def _be_there(self) -> None:
+        """A thread begins on the first GPU, whichever the others are on."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
+
+    def order(self, job: Job) -> None:
+        indices = self.wanted(job)
+        parts = [indices[i : i + TOGETHER] for i in range(0, len(indices), TOGETHER)]
+        read = [self.decoders.submit(self.bring, part) for part in parts]
+
+        def collect() -> Made:
+            return self.assemble(job, [item for part in read for item in part.result()])
+
+        self.waiting.append((job, self.assemblers.submit(collect)))
+
+    def next(self) -> Made:
+        try:
+            made = self._first()
+        except (Stuck, MemoryError) as error:
+            print(f"{_trouble(error, self._stop())}; it is tried once more", file=sys.stderr)
+            self._begin()
+            again = [job for job, _ in self.waiting]
+            self.waiting.clear()
+            for job in again:
+                self.order(job)
+            try:
+                made = self._first()
+            except (Stuck, MemoryError) as another:
+                raise UserError(_remedy(another, self._stop())) from None
+        self.waiting.popleft()
+        return made
+
+    def _first(self) -> Made:
+        return result(self.waiting[0][1], self.decoders, self.assemblers)
+
+    def _stop(self) -> str:
+        """What was being read."""
+        reading = self.reading()
+        self.close()
+        return reading
+
+    def close(self) -> None:
+        # decoders first: an assembler then finds its images cancelled and gives up at once
+        self.decoders.close()
+        self.assemblers.close()
+
+
+def _trouble(error: Exception, reading: str) -> str:
+    if isinstance(error, Stuck):
+        return f"no image has come for a minute while reading {reading}"
+    return f"there is no memory for {reading}"
+
+
+def _remedy(error: Exception, reading: str) -> str:
+    if isinstance(error, Stuck):
+        return f"{_trouble(error, reading)}, twice; see to the disk or network it lies on, or remove it"
+    return f"{_trouble(error, reading)}, twice; lower data.num_workers or data.max_side"
