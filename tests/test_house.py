@@ -121,4 +121,6 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
         tree = ast.parse((SOURCE / file).read_text())
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not {"wandb", "mlflow", "tensorboard", "faster_coco_eval"} & set(ast.dump(node).replace("'", " ").split()), file
+                assert not {"wandb", "mlflow", "tensorboard", "faster_coco_eval"} & set(
+                    ast.dump(node).replace("'", " ").split()
+                ), file

@@ -380,3 +380,20 @@ def test_sizes(name: str, parameters: float) -> None:
     with torch.device("meta"):
         count = sum(p.numel() for p in create_backbone(name).parameters())
     assert abs(count / 1e6 - parameters) < 0.1
+
+
+def test_drop_path_that_was_drawn_elsewhere() -> None:
+    torch.manual_seed(0)
+    vit = VisionTransformer(16, 3, 2, 8, 16).train()
+    images = torch.randn(4, 3, 16, 16)
+    kept = torch.ones(3, 2, 4)
+    torch.testing.assert_close(vit.forward_many([Input(images)], kept)[0].cls, vit(images).cls)
+    kept[1, :, 2] = 0  # the third image goes past the second block
+    shorter = VisionTransformer(16, 2, 2, 8, 16)
+    state = {
+        name.replace("blocks.2.", "blocks.1."): t for name, t in vit.state_dict().items() if "blocks.1." not in name
+    }
+    shorter.load_state_dict(state)
+    found = vit.forward_many([Input(images)], kept)[0].cls
+    torch.testing.assert_close(found[2], shorter(images).cls[2])
+    torch.testing.assert_close(found[[0, 1, 3]], vit(images).cls[[0, 1, 3]])

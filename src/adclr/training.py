@@ -321,9 +321,14 @@ class Probe:
         self.job, self.labelled, self.segmented, settings = job, labelled, segmented, job.settings.probe
         self.every = settings.every_epochs * job.schedules.steps_per_epoch
         workers = job.settings.data.num_workers or None
-        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
+        # a broken image of the probe is no reason to end a run
+        self.settings = knn.Settings(
+            k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers, max_unreadable=1.0
+        )
         size = settings.pixels_size or job.settings.views.global_size
-        self.dense = incontext.Settings(size=size, memory_size=settings.memory_size, num_workers=workers)
+        self.dense = incontext.Settings(
+            size=size, memory_size=settings.memory_size, num_workers=workers, max_unreadable=1.0
+        )
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.job.schedules.total_steps

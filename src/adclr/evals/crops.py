@@ -32,7 +32,7 @@ from adclr.nvjpeg import GpuDecoder
 from adclr.vit import VisionTransformer
 from adclr.weights import Weights
 
-SCALE, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # of ImageNet's random resized crop
+ASPECT = (3 / 4, 4 / 3)  # width over height of ImageNet's random resized crop
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class Crops:
         device: torch.device,
         size: int,
         batch_size: int,
+        min_crop: float,
         pairs: bool = False,
     ) -> None:
         self.split, self.classes, self.seed = labelled.train, labelled.classes, settings.seed
-        self.device, self.size = device, size
+        self.device, self.size, self.min_crop = device, size, min_crop
         self.batch_size = fitting(batch_size, len(self.split.labels), (1 + pairs) * distributed.world_size())
         self.steps_per_epoch = len(self.split.labels) // self.batch_size
         self.unreadable: dict[str, str] = {}
@@ -118,7 +119,7 @@ class Crops:
 
     def _plan(self, epoch: int, keys: Words, sizes: NDArray[np.int64]) -> Cut:
         draws = Draws(self.seed, epoch, keys)
-        boxes = crop_boxes(draws, "train", 1, sizes, SCALE, ASPECT)[:, 0]
+        boxes = crop_boxes(draws, "train", 1, sizes, (self.min_crop, 1.0), ASPECT)[:, 0]
         return Cut(boxes, draws.chance("train flip", 0.5, 1)[:, 0], draws)
 
     def batches(self, start: int, end: int, micro: int, alter: Alter) -> Ahead[Shown]:

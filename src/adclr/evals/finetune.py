@@ -72,6 +72,7 @@ class Protocol(Section):
         None, description="of the last block; null: 0.1, and 0.2 from ViT-B on"
     )
     pool: Pool = Field("cls", description="what the head reads")
+    min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
     randaugment: Annotated[float, Field(ge=0, le=10)] = Field(9.0, description="strength; 0: none; RGB images only")
     erase: Ratio = Field(0.25, description="probability that a rectangle of an image is noise")
     mixup: NonNegative = Field(0.8, description="parameter of its Beta distribution; 0: none")
@@ -153,7 +154,7 @@ def score(
         except torch.OutOfMemoryError:
             fits = False  # said below, where the traceback no longer holds on to memory
         if not fits:
-            less = max(1, job.micro // 2)
+            less = max(2, job.micro // 2)
             raise UserError(f"{job.micro} images at once do not fit into the GPU; set micro_batch_size={less}")
         found = accuracies("finetune", rank_classes(job, job.model), job.val_labels, labelled.classes, place)
         if job.ema is not None:
@@ -179,7 +180,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
     seen = look(album, lambda images: images[:, 0, 0, :1], device, "val images", distributed.is_main())
     val_labels = labels_of(seen, labelled.val, labelled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
-    crops = Crops(weights, labelled, settings, device, size, settings.batch_size, pairs)
+    crops = Crops(weights, labelled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
     local = crops.batch_size // distributed.world_size()
     micro = min(settings.micro_batch_size or local, local)
     if local % micro or (pairs and micro % 2):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from adclr import distributed
 from adclr.augment.transfer import send
-from adclr.config import Count, Positive, Section, Several
+from adclr.config import Count, Positive, Section, Several, Share
 from adclr.devices import autocast_dtype
 from adclr.draws import Words, combine, epoch_order, key_of
 from adclr.evals.accuracy import accuracies
@@ -48,6 +48,7 @@ class Protocol(Section):
     lrs: Several[Positive] = Field(DEFAULT_LRS, description="learning rates at batch 256, trained together")
     num_blocks: Count | None = Field(None, description="blocks whose [CLS] is taken, the last ones; null: 4 for ViT-S")
     mean_patch: bool | None = Field(None, description="take the mean patch of the last block too; null: for ViT-B")
+    min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
     quick: bool = Field(False, description="train on the features of centre crops, taken once")
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
     precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
@@ -190,7 +191,7 @@ def score(
         train(grid, from_features(found.values.to(device), labels.to(device), keys, settings))
         num_train = len(found.kept)
     else:
-        crops = Crops(weights, labelled, settings, device, size, settings.batch_size)
+        crops = Crops(weights, labelled, settings, device, size, settings.batch_size, settings.min_crop)
         train(grid, from_crops(crops, weights, features, settings))
         num_train = crops.num_readable()
     most, parts = min(5, len(classes)), torch.split(val.values.to(device), AT_ONCE)

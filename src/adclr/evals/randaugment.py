@@ -43,7 +43,7 @@ def invert(x: Tensor, _: Tensor) -> Tensor:
 
 
 def posterise(x: Tensor, bits: Tensor) -> Tensor:
-    """Keeps the upper bits; of none a black image is left."""
+    """Keeps the upper bits."""
     step = 2.0 ** (8 - bits)
     return (x * 255).round().div(step).floor() * step / 255
 
@@ -86,13 +86,15 @@ NUM = len(POINTWISE) + len(GEOMETRIC)
 
 def strengths(kind: Callable[[Tensor, Tensor], Tensor], level: Floats, sign: Floats) -> Floats:
     """What a pointwise operation is told at a level of 0 to 10."""
+    part = level / TOP
+    told: Floats = np.maximum(0.1, 1 + sign * part * 0.9)
     if kind is posterise:
-        return 4 - np.floor(level / TOP * 4)
-    if kind is solarise:
-        return 256 - np.minimum(256, np.floor(level / TOP * 256))
-    if kind is solarise_add:
-        return np.minimum(128, np.floor(level / TOP * 110))
-    return np.maximum(0.1, 1 + sign * level / TOP * 0.9)
+        told = np.maximum(1, 4 - np.floor(part * 4))
+    elif kind is solarise:
+        told = 256 - np.minimum(256, np.floor(part * 256))
+    elif kind is solarise_add:
+        told = np.minimum(128, np.floor(part * 110))
+    return told
 
 
 def matrices(kind: NDArray[np.int64], level: Floats, sign: Floats) -> Floats:
