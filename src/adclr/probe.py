@@ -70,7 +70,9 @@ class Probe:
         self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
         self.matching = matching.Settings(**common)
         size, workers = settings.probe.pixels_size or settings.views.global_size, common["num_workers"]
-        self.dense = incontext.Settings(size=size, memory_size=settings.probe.memory_size, num_workers=workers)
+        self.dense = incontext.Settings(
+            size=size, memory_size=settings.probe.memory_size, num_workers=workers, max_unreadable=1.0
+        )
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total_steps

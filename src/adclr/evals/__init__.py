@@ -19,7 +19,7 @@ from adclr import config
 from adclr.config import UserError
 from adclr.runs import check_writable, provenance, write_json
 
-NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video")
+NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
 
 
 def module(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Whole images with their labels, as dense evaluations test on them: in batches of one size, resized on the device."""
+"""Whole images, with labels or without, as dense evaluations test on them: in batches of one size, on the device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,23 @@ class Frames:
     """Images of one size."""
 
     indices: list[int]  # in the source
-    images: Tensor  # n×C×height×width uint8
-    labels: Tensor  # n×height×width uint8
+    pixels: Tensor  # n×channels×height×width uint8; of labelled pixels the last channel is the label
+
+    @property
+    def images(self) -> Tensor:
+        return self.pixels[:, :-1]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.pixels[:, -1]
 
     @property
     def size(self) -> tuple[int, int]:
-        return self.images.shape[-2], self.images.shape[-1]
+        return self.pixels.shape[-2], self.pixels.shape[-1]
 
 
 class Reader:
-    """The pairs of a source, once, in each of several processes only its part; those it cannot read are named."""
+    """The items of a source, once, in each of several processes only its part; those it cannot read are named."""
 
     def __init__(
         self,
@@ -83,8 +90,7 @@ class Reader:
         return count
 
     def _stacked(self, alike: list[tuple[int, Pixels]]) -> Frames:
-        pixels = send(np.stack([item for _, item in alike]), self.device)
-        return Frames([index for index, _ in alike], pixels[:, :-1], pixels[:, -1])
+        return Frames([index for index, _ in alike], send(np.stack([item for _, item in alike]), self.device))
 
     def _decoded(self, chosen: Sequence[int]) -> Iterator[tuple[int, Pixels | str]]:
         def one(index: int) -> Pixels | str:

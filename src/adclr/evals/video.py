@@ -147,8 +147,8 @@ def score(
             last = len(truth) - 2
             order = torch.tensor(objects, device=device).view(-1, 1, 1)
             numbered = (truth[last] == order).long() * torch.arange(1, 1 + len(objects), device=device).view(-1, 1, 1)
-            truth_there = Frames([number], shown[last : last + 1], numbered.sum(dim=0, keepdim=True))
-            pictures.add(truth_there, predicted[last : last + 1])
+            seen = torch.cat([shown[last], numbered.sum(dim=0, keepdim=True).to(torch.uint8)])
+            pictures.add(Frames([number], seen[None]), predicted[last : last + 1])
     table = distributed.gather(torch.tensor(rows, dtype=torch.float64).view(-1, 4)).numpy()
     if place is not None:
         pictures.write(place)
