@@ -19,6 +19,7 @@ import yaml
 import adclr
 from adclr import config
 from adclr.settings import Settings
+from dense_scenes import segmented
 from tiny import TINY, words
 
 ROOT = Path(__file__).parent.parent
@@ -102,10 +103,11 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
-    """Where the README's reader stands: photos/ and labelled/ are here."""
+    """Where the README's reader stands: photos/, labelled/ and pixels/ are here."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "photos").symlink_to(images / "train")
     (folder / "labelled").symlink_to(images)
+    segmented(folder / "pixels", 3, 2, 24)
     return folder
 
 
