@@ -192,3 +192,12 @@ def test_the_benchmark_of_the_data_path_runs() -> None:
     text = run(sys.executable, ROOT / "benchmarks" / "data.py", *small)
     for stage in ("read + decode", "views, plain", "all, from files", "all, from the cache", "ours over theirs"):
         assert stage in text
+
+
+@pytest.mark.full
+def test_the_benchmark_of_dense_evaluations_runs() -> None:
+    small = ("--backbone", "vit_tiny_patch16", "--size", 32, "--batch", 2, "--memory", 100, "--repeats", 1)
+    sizes = ("--detection-size", 64, 96, "--detection-batch", 1)
+    text = run(sys.executable, ROOT / "benchmarks" / "dense.py", *small, *sizes)
+    for what in ("encode images", "ask a memory of 100", "step of upernet", "1 images, windows"):
+        assert what in text
