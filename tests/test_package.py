@@ -19,6 +19,7 @@ import yaml
 import adclr
 from adclr import config
 from adclr.settings import Settings
+from dense_scenes import segmented
 from tiny import TINY, words
 
 ROOT = Path(__file__).parent.parent
@@ -103,10 +104,11 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
-    """Where the README's reader stands: photos/ and labelled/ are here."""
+    """Where the README's reader stands: photos/, labelled/ and pixels/ are here."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "photos").symlink_to(images / "train")
     (folder / "labelled").symlink_to(images)
+    segmented(folder / "pixels", 3, 2, 24)
     return folder
 
 
@@ -211,3 +213,11 @@ def test_the_benchmark_of_embedding_runs() -> None:
         for stage in ("read", "decode", "resize", "forward", "write", "all, from files", "all, from images kept in"):
             assert stage in text
         assert text.count("slowest stage from") == 2
+
+
+def test_the_benchmark_of_dense_evaluations_runs() -> None:
+    small = ("--backbone", "vit_tiny_patch16", "--size", 32, "--batch", 2, "--memory", 100, "--repeats", 1)
+    sizes = ("--detection-size", 64, 96, "--detection-batch", 1)
+    text = run(sys.executable, ROOT / "benchmarks" / "dense.py", *small, *sizes)
+    for what in ("encode images", "ask a memory of 100", "step of upernet", "1 images, windows"):
+        assert what in text

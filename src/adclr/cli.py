@@ -80,7 +80,7 @@ def parser() -> Parser:
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
-    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune, transfer, or matching")
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune, incontext, ...: see below")
     evaluate.add_argument("--weights", metavar="W", help=W)
     evaluate.add_argument("--partial", action="store_true", help=PARTIAL)
     evaluate.add_argument(
@@ -90,6 +90,7 @@ def parser() -> Parser:
         help="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
         "for matching any images",
     )
+    evaluate.add_argument("--recipe", metavar="NAME", help="settings of a kind: NAME_... of the evaluation, or a .yaml")
     evaluate.add_argument("--from-scratch", action="store_true", help="the control: the same ViT, newly initialised")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
@@ -239,7 +240,7 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
     if options.help:
         options.parsers["evaluate"].print_help()
         for name in [options.name] if options.name else evals.NAMES:
-            _print_settings(evals.module(name).Settings, f"settings of {name}:")
+            _print_settings(evals.module(name).Settings, f"settings of {name}{evals.recipe_hint(name)}:")
         return
     if not options.name:
         options.parsers["evaluate"].error(f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
@@ -250,7 +251,7 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
             raise config.UserError(f"{options.name} takes one --data, not {len(options.data)}; transfer takes several")
         values["data"] = options.data if options.name == "transfer" else options.data[0]
     values |= {key: value for key in ("weights", "from_scratch", "partial") if (value := getattr(options, key))}
-    settings = config.build(chosen.Settings, values)
+    settings = config.build(chosen.Settings, evals.recipe_of(options.name, options.recipe), values)
     out = Path(options.out) if options.out else evals.file_of(options.name, settings)
     evals.score(options.name, settings, out, say=True)
 

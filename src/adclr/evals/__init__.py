@@ -28,12 +28,29 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"adclr.evals.{name}")
 
 
-def evaluate(name: str, out: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+def recipe_of(name: str, chosen: str | None) -> dict[str, Any]:
+    """The settings of a recipe: a .yaml file, or one of recipes/evaluate that is for this evaluation."""
+    if chosen is None:
+        return {}
+    if not chosen.endswith((".yaml", ".yml")) and not chosen.startswith(f"{name}_"):
+        raise UserError(f"recipe '{chosen}' is not one of {name}{recipe_hint(name) or ', which has none'}")
+    return config.recipe(chosen, "evaluate")
+
+
+def recipe_hint(name: str) -> str:
+    known = [one for one in config.recipe_names("evaluate") if one.startswith(f"{name}_")]
+    return f" (recipes: {', '.join(known)})" if known else ""
+
+
+def evaluate(
+    name: str, out: str | Path | None = None, recipe: str | Path | None = None, **settings: Any
+) -> dict[str, Any]:
     """`evaluate("knn", weights="runs/photos", data="labelled/")`; with `out`, a .json file, it is written there too."""
     data = settings.get("data")
     if isinstance(data, list | tuple):
         settings["data"] = [os.fspath(one) for one in data]
-    return score(name, config.build(module(name).Settings, settings), None if out is None else Path(out))
+    layers = recipe_of(name, None if recipe is None else os.fspath(recipe)), settings
+    return score(name, config.build(module(name).Settings, *layers), None if out is None else Path(out))
 
 
 def score(name: str, settings: Any, out: Path | None, say: bool = False) -> dict[str, Any]:
