@@ -7,6 +7,7 @@ photographed by Chromium where there is one.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,17 +53,33 @@ def draw() -> None:
 
 
 def photograph(chromium: str) -> None:
-    """The page of the demo's run."""
+    """The page of the demo's run, and the explorer on its scenes."""
     from playwright.sync_api import sync_playwright
 
     adclr("report", DEMO / "run")
-    with sync_playwright() as browsers:
+    command = [sys.executable, "-m", "adclr", "explore", DEMO / "run", VAL, "--port", "0", "num_images=60", "size=128"]
+    with (
+        sync_playwright() as browsers,
+        subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, cwd=ROOT) as explorer,
+    ):
         browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1500})
+        page = browser.new_page(viewport={"width": 1280, "height": 2100})
         page.goto((ROOT / DEMO / "run/report.html").as_uri())
         page.screenshot(path=ROOT / DRAWN / "report.png")
+        assert explorer.stdout is not None
+        address = explorer.stdout.readline().split()[1]
+        page = browser.new_page(viewport={"width": 1280, "height": 860})
+        page.goto(f"{address}#image=bar/02007.png&box=0.3,0.25,0.55,0.5&view=match")
+        page.wait_for_selector("body[data-busy=false][data-finished=true]")
+        box = page.locator("#image").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 0.37 * box["width"], box["y"] + 0.92 * box["height"])
+        page.wait_for_selector("body[data-pointed]")
+        page.screenshot(path=ROOT / DRAWN / "explorer.png")
         browser.close()
-    keep(DRAWN / "report.png", "report")
+        explorer.send_signal(signal.SIGINT)
+    for name in ("report", "explorer"):
+        keep(DRAWN / f"{name}.png", name)
 
 
 def main() -> None:

@@ -136,8 +136,18 @@ def parser() -> Parser:
     report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
     report.add_argument("--out", metavar="FILE", help="where the page goes (report.html in the run)")
+
+    explore = commands.add_parser("explore", help="a page on which to ask images with boxes", add_help=False)
+    explore.add_argument("weights", nargs="?", metavar="W", help=W)
+    explore.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
+    explore.add_argument("--against", metavar="W", help="other weights, shown beside the first on the same query")
+    explore.add_argument(
+        "--host", default="127.0.0.1", help="(%(default)s); another one needs the token that is printed"
+    )
+    explore.add_argument("--port", type=int, default=8765, help="(%(default)s); 0: any that is free")
+    explore.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
-    parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report}
+    parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report, "explore": explore}
     main.set_defaults(parsers=parsers)
     return main
 
@@ -170,6 +180,7 @@ def _main(arguments: list[str]) -> None:
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
         commands |= {"embed": _embed, "export": _export, "visualize": _visualize, "report": _report}
+        commands |= {"explore": _explore}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -329,6 +340,22 @@ def _report(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import report
 
     print(f"written to {report.run(options.runs, Path(options.out) if options.out else None)}")
+
+
+def _explore(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, explorer
+
+    if options.help:
+        options.parsers["explore"].print_help()
+        _print_settings(explorer.Settings, "settings:")
+        return
+    if not options.images:
+        options.parsers["explore"].error("weights and images are both needed; write W and then the images")
+    if not 0 <= options.port < 65536:
+        options.parsers["explore"].error(f"{options.port} is no port; write a number from 0 to 65535")
+    settings = config.build(explorer.Settings, config.parse_words(words))
+    weights = [options.weights, options.against] if options.against else [options.weights]
+    explorer.run(weights, options.images, options.host, options.port, settings)
 
 
 def _demo(options: argparse.Namespace, words: list[str]) -> None:

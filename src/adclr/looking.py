@@ -13,10 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.boxes import crop_boxes
+from adclr.config import UserError
 from adclr.decode import Pixels
 from adclr.draws import Draws
 from adclr.vit import Memory, VisionTransformer
-from adclr.weights import Weights
+from adclr.weights import Weights, load_weights
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -25,6 +26,15 @@ Grid = tuple[int, int]  # patches down and across
 LONGEST = 4  # times the shorter side; a longer image is shrunk further, so that its patches stay few
 NEAR = 0.08  # of the width and height: how far a match tells where its neighbours are
 CHUNK = 1024  # patches compared with all others at once
+
+
+def load(name: str, device: torch.device) -> Weights:
+    """Weights that can be looked at."""
+    weights = load_weights(name)
+    if weights.vit.query_keys == "all":
+        raise UserError(f"{name} has model.query_keys=all, so that nothing can be read before its queries; use others")
+    weights.vit.to(device)
+    return weights
 
 
 class Seen(NamedTuple):

@@ -27,7 +27,7 @@ from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Side
 from adclr.sources import SUFFIXES, Files, Source
-from adclr.weights import Weights, load_weights
+from adclr.weights import Weights
 
 ON_SHEET = 24  # images at most on the sheet of all
 HEADS_ON_SHEET = 6
@@ -92,15 +92,10 @@ def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Loo
     check_writable(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
-    source, loaded = open_images(images), load_weights(weights)
+    source, loaded = open_images(images), looking.load(weights, choose(settings.device))
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
-    if loaded.vit.query_keys == "all":
-        raise UserError(
-            f"{weights} was trained with model.query_keys=all, so images cannot be read before queries are asked"
-        )
-    loaded.vit.to(choose(settings.device))
     seen = gather(source, loaded, settings)
     made: list[str] = []
 

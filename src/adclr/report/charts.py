@@ -111,8 +111,8 @@ def chart(
         tag = f'data-name="{escape(line.name)}" data-values="{values}"'
         parts.append(f'<polyline {_stroke(line.style)} points="{path}" {tag}/>')
         if len(points) < 30:
-            fill = f"fill:var(--c{line.style % len(DASHES)})"
-            parts += [f'<circle style="{fill}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>' for x, y in points]
+            dot = f'<circle style="fill:var(--c{line.style % len(DASHES)})" r="2.5"'
+            parts += [f'{dot} cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"/>' for x, y in points]
     ends = "; ".join(f"{line.name} ends at {number(points[-1][1])}" for line, points in drawn)
     healthy = f' <span class="healthy">healthy {number(band.low)} to {number(band.high)}</span>' if band else ""
     caption = (

@@ -1,0 +1,119 @@
+"""The images that are explored: decoded, made small for the page, and read by each network, in the background."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event
+
+import numpy as np
+
+from adclr import pictures
+from adclr.decode import Pixels, Unreadable
+from adclr.explorer.library import GIB, TOGETHER, Library
+from adclr.looking import Grid, Seen
+from adclr.progress import Line
+from adclr.sources import ImageFolder, Source
+
+SIDE = 512  # pixels, the longer side of an image on the page
+QUALITY = 88
+AHEAD = 2 * TOGETHER  # images that are decoded while others are read
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image on the page: its pixels made anew, so that nothing else that its file holds is ever sent."""
+
+    name: str
+    jpeg: bytes
+    width: int
+    height: int
+    grids: list[Grid]  # in each network
+
+
+@dataclass(frozen=True)
+class Decoded:
+    name: str
+    pixels: list[Pixels]  # for each network
+
+
+class Gallery:
+    def __init__(self, source: Source, libraries: list[Library], num_images: int | None, max_gib: float) -> None:
+        self.source, self.libraries, self.room = source, libraries, max_gib * GIB
+        count = min(len(source), num_images or len(source))
+        self.chosen = np.linspace(0, len(source) - 1, count).round().astype(np.int64).tolist()
+        self.shown: list[Shown] = []  # by id
+        self.skipped: dict[str, str] = {}  # name -> reason
+        self.note = "" if count == len(source) else f"{count} of {len(source)} images, spread over the collection"
+        self.tried = 0
+        self.finished = False
+        self.stop = Event()
+
+    def read(self) -> None:
+        """All of them, or as many as there is memory for; `stop` ends it after the images at hand."""
+        waiting: dict[tuple[Grid, ...], list[tuple[Decoded, list[Seen]]]] = {}
+        taken = 0
+        with Line("reading", len(self.chosen)) as line:
+            for found in self._decoded():
+                if self.stop.is_set():
+                    return
+                self.tried += 1
+                line.move(self.tried)
+                if found is None:
+                    continue
+                seen = [library.see(found.name, p) for library, p in zip(self.libraries, found.pixels, strict=True)]
+                grids = tuple(one.grid(library.vit) for one, library in zip(seen, self.libraries, strict=True))
+                taken += sum(library.bytes_of(grid) for library, grid in zip(self.libraries, grids, strict=True))
+                if taken > self.room:
+                    self.note = (
+                        f"{self.tried - 1} of {len(self.source)} images: no more fit into max_gib={self.room / GIB:g}"
+                    )
+                    break
+                waiting.setdefault(grids, []).append((found, seen))
+                if len(waiting[grids]) == TOGETHER:
+                    self._shelve(grids, waiting.pop(grids))
+            for grids, held in waiting.items():
+                self._shelve(grids, held)
+            for text in (self.note, *(f"skipped {name}: {reason}" for name, reason in list(self.skipped.items())[:5])):
+                if text:
+                    line.say(text)
+        self.finished = True
+
+    def _shelve(self, grids: tuple[Grid, ...], held: list[tuple[Decoded, list[Seen]]]) -> None:
+        ids = range(len(self.shown), len(self.shown) + len(held))
+        for number, library in enumerate(self.libraries):
+            library.read(ids, [seen[number] for _, seen in held])
+        for found, _ in held:
+            image = pictures.shown(found.pixels[0], min(SIDE, max(found.pixels[0].shape[1:])))
+            buffer = io.BytesIO()
+            image.save(buffer, format="JPEG", quality=QUALITY)
+            self.shown.append(Shown(found.name, buffer.getvalue(), image.width, image.height, list(grids)))
+
+    def _decoded(self) -> Iterator[Decoded | None]:
+        """In order; None for one that cannot be read."""
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="decode") as pool:
+            for start in range(0, len(self.chosen), AHEAD):
+                yield from pool.map(self._decode, self.chosen[start : start + AHEAD])
+
+    def _decode(self, index: int) -> Decoded | None:
+        name = self.source.paths[index]
+        try:
+            if not self._inside(name):
+                raise Unreadable("it is a link that leads out of the folder")
+            data = self.source.read(index)
+            decoders = [library.weights.decoder for library in self.libraries]
+            pixels = {decoder: decoder(data) for decoder in dict.fromkeys(decoders)}
+        except (Unreadable, OSError) as error:
+            self.skipped[name] = str(error)
+            return None
+        return Decoded(name, [pixels[decoder] for decoder in decoders])
+
+    def _inside(self, name: str) -> bool:
+        """Whether a file of a folder lies in it, links followed: nothing outside is ever served."""
+        if not isinstance(self.source, ImageFolder):
+            return True  # named by the user one by one
+        root = os.path.realpath(self.source.root)
+        return os.path.commonpath([root, os.path.realpath(os.path.join(root, name))]) == root
