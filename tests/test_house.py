@@ -8,7 +8,7 @@ from pathlib import Path
 import adclr
 
 SOURCE = Path(adclr.__file__).parent
-GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
+GROUND = {"config", "settings", "runs", "progress", "draws", "boxes", "distributed", "memory"}
 METHOD = {"attention", "attention_kernels", "blocks", "vit", "heads", "losses", "fused", "fused_kernels", "method"}
 
 
