@@ -22,7 +22,7 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import numpy as np
 import torch
 
-from adclr import attention, augment, config, devices, fused, mlp, norm, optim, scenes, training
+from adclr import attention, augment, config, devices, fused, jobs, mlp, norm, optim, scenes
 from adclr.draws import key_of
 from adclr.runs import provenance, write_json
 from adclr.settings import Settings
@@ -34,10 +34,14 @@ IMAGES = 256
 TINY = {"model.size": "tiny", "model.depth": 2, "method.num_prototypes": 64, "views.num_local": 2}
 
 
+def never(*_: object) -> bool:
+    return False
+
+
 def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, draw: int) -> list[float]:
     device, batch = devices.choose("auto"), settings.train.batch_size
     dtype = devices.autocast_dtype("auto", device) if fast else None
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     record = fast and ready(prepare(method, settings, device, dtype, batch))
     step = Step(settings, method, optim.make_optimizer(method.student, settings), device, dtype, record=record)
     schedules = optim.Schedules(settings, IMAGES // batch)
@@ -73,7 +77,7 @@ def main() -> None:
         with ExitStack() as stack:
             if not fast:
                 for room, gate in ((attention, "fits"), (norm, "fits"), (mlp, "fits"), (fused, "possible")):
-                    stack.enter_context(mock.patch.object(room, gate, return_value=False))
+                    stack.enter_context(mock.patch.object(room, gate, never))
             curves[name] = train(settings, images, given.steps, fast, draw)
         tenths = np.array_split(np.array(curves[name]), min(10, given.steps))
         print(f"{name:<18} " + " ".join(f"{part.mean():7.3f}" for part in tenths), flush=True)

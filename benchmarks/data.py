@@ -28,7 +28,7 @@ from adclr.ahead import Ahead
 from adclr.auto import cpu_count
 from adclr.decode import Decoder
 from adclr.feed import Feed
-from adclr.fit import host_memory
+from adclr.memory import host_memory
 from adclr.nvjpeg import GpuDecoder
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
@@ -120,7 +120,7 @@ class Bench:
             feed.store = cache.make("auto", feed.read, len(self.source), cpu_count(), room, self.device, show=False)
         return feed
 
-    def views(self, feed: Feed, batches: int) -> Ahead:
+    def views(self, feed: Feed, batches: int) -> Ahead[augment.Views]:
         data, count = self.settings.data, len(self.source)
         order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
         made = feed.batches(order, lambda epoch, keys, sizes: plan(self.settings, epoch, keys, sizes))
@@ -171,12 +171,12 @@ def stages(bench: Bench, repeats: int) -> None:
 
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
-    from adclr import optim, training
+    from adclr import jobs, optim
     from adclr.speed import prepare, ready
     from adclr.step import Step
 
     settings, device = bench.settings, bench.device
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     record = ready(prepare(method, settings, device, torch.bfloat16, bench.batch))
     optimizer = optim.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, device, torch.bfloat16, record=record)

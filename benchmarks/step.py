@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from plain_dino import PlainDino
 
-from adclr import config, cost, devices, fit, optim, training
+from adclr import config, cost, devices, fit, jobs, optim
 from adclr.runs import provenance, write_json
 from adclr.settings import Settings
 from adclr.speed import prepare, ready, repeatable
@@ -110,7 +110,7 @@ def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Ca
         local = [] if views.local_crops is None else list(views.local_crops)
         crops = [*views.global_crops, *local]
         return lambda: plain.step(crops)
-    built = training.build(settings).to(device)
+    built = jobs.build(settings).to(device)
     optimizer = optim.make_optimizer(built.student, settings)
     dtype = devices.autocast_dtype("auto", device)
     step = Step(settings, built, optimizer, device, dtype, record=ready(prepare(built, settings, device, dtype, batch)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scenes")
     scenes.write(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Networks as small as in tests are no faster with two, and on a busy machine much slower."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)
 
 
 @pytest.fixture

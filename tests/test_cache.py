@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from adclr.decode import Decoder, Pixels
 from adclr.feed import Feed
 from adclr.runs import Run
 from adclr.sources import ImageFolder
+from adclr.workers import Workers
 from tiny import TINY
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
 
     with pytest.raises(UserError, match="number 70"):
         cache.make("ram", read, 100, 2, PLENTY, CPU, show=False)
-    with ThreadPoolExecutor(2) as pool:
+    with Workers(2, "some") as pool:
         assert list(cache._ahead(lambda index: None, 200, pool)) == [None] * 200
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import auto, config, fit, training
+from adclr import auto, config, fit, jobs
 from adclr.config import UserError
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
@@ -107,7 +107,7 @@ def test_recipes_are_the_methods_they_name() -> None:
 
 def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, cpu = tiny(batch_size=96), torch.device("cpu")
-    method = training.build(settings)
+    method = jobs.build(settings)
     each = fit.estimate(settings)
 
     def with_memory(size: float) -> int:

@@ -116,7 +116,10 @@ def test_mistakes_that_need_torch(adclr: Adclr, images: Path, place: Path) -> No
     cases = [
         (["evaluate", "knm", "--weights", "w", "--data", images], "unknown evaluation 'knm'; there are: knn"),
         (["evaluate", "knn", "--weights", place / "w", "--data", images], "do not exist"),
-        (["evaluate", "knn", "--weights", place, "--data", images], "neither backbone.safetensors nor a checkpoint"),
+        (
+            ["evaluate", "knn", "--weights", place, "--data", images],
+            "neither backbone.safetensors nor a whole checkpoint",
+        ),
         (["evaluate", "knn", "--weights", place, "--data", images, "kk=3"], "did you mean 'k'?"),
         (["evaluate", "knn", "--data", images], "give --weights and --data"),
         (["evaluate", "knn", "--weights", place, "--data", images / "train" / "disc"], "no class folder"),
@@ -157,7 +160,8 @@ def test_a_run_is_made_resumed_compared_and_scored(adclr: Adclr, images: Path, t
     assert {"knn_top1", "knn_top1_k3", "knn_top1_k5", "knn_top5_k3"} <= set(written["scores"])
     assert 0 <= written["scores"]["knn_top1"] <= 100
     refused(
-        adclr("evaluate", "knn", "--weights", out / "settings.yaml", "--data", images), "is not a .safetensors file"
+        adclr("evaluate", "knn", "--weights", out / "settings.yaml", "--data", images),
+        "is neither a safetensors nor a torch file",
     )
     (out / "settings.yaml").write_text("train: [")
     refused(adclr(*command), "is not readable as YAML")

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import adclr as package
-from adclr import config, cost, fit, training
+from adclr import config, cost, fit, jobs
 from adclr.settings import Settings
 from tiny import TINY, tiny
 
@@ -40,7 +40,7 @@ IDS = [" ".join(f"{key}={value}" for key, value in case.items()) or "plain" for 
 
 def counted(settings: Settings, images: int = 8) -> float:
     """Operations for one image of a real forward and backward, by torch's counter."""
-    method = training.build(settings)
+    method = jobs.build(settings)
     hidden = round(cost.hidden_patches(settings))
     views = fit.random_views(settings, images, torch.device("cpu"), hidden)
     # attention as plain products, since the counter does not know the CPU's own kernel
@@ -71,7 +71,7 @@ def test_a_query_costs_what_it_asks_and_no_more() -> None:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_parameters_are_counted_exactly(case: dict[str, Any]) -> None:
     settings = tiny(**case)
-    student = training.build(settings).student
+    student = jobs.build(settings).student
     found = cost.parameters(settings)
     assert found.backbone == sum(p.numel() for p in student.backbone.parameters())
     assert found.head == sum(p.numel() for p in student.head.parameters())

@@ -8,7 +8,7 @@ from pathlib import Path
 import adclr
 
 SOURCE = Path(adclr.__file__).parent
-GROUND = {"config", "settings", "runs", "progress", "draws", "distributed"}
+GROUND = {"config", "settings", "runs", "progress", "draws", "boxes", "distributed", "memory"}
 METHOD = {"attention", "norm", "mlp", "blocks", "vit", "heads", "losses", "fused", "method"}
 METHOD |= {"attention_kernels", "norm_kernels", "mlp_kernels", "fused_kernels"}
 
@@ -92,7 +92,9 @@ def test_triton_is_not_needed_where_there_is_no_gpu() -> None:
 def test_evaluations_do_not_know_how_weights_were_made() -> None:
     for file, (ours, _) in ROOMS.items():
         if file.startswith("evals/"):
-            assert not ours & {"method", "losses", "views", "training", "augment", "feed", "heads"}, file
+            assert not ours & {"method", "losses", "views", "training", "jobs", "heads", "checkpoint", "fit", "step"}, (
+                file
+            )
 
 
 def test_there_are_no_cycles() -> None:
@@ -120,7 +122,8 @@ def test_no_room_is_a_cupboard() -> None:
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     for file in ROOMS:
-        optional = {"wandb", "mlflow", "tensorboard"}
+        optional = {"wandb", "mlflow", "tensorboard", "timm", "transformers", "onnxruntime", "huggingface_hub"}
+        optional |= {"pyarrow", "faster_coco_eval"}
         if file != "explorer/server.py":  # which is itself imported where it is used
             optional |= {"starlette", "uvicorn"}
         tree = ast.parse((SOURCE / file).read_text())

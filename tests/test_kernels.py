@@ -146,3 +146,13 @@ def test_photographs_are_pillows(kind: str) -> None:
         theirs = theirs.resize((crops.size, crops.size), Image.Resampling.BICUBIC)
         expected = torch.from_numpy(np.asarray(theirs).transpose(2, 0, 1).copy()).float()
         assert (crop * 255 - expected).abs().mean() <= 1
+
+
+def test_one_crop_of_each_image_and_nothing_else() -> None:
+    packed = augment.pack(pictures()).to(DEVICE)
+    height, width = packed.sizes.T
+    boxes = np.stack([height // 4, width // 5, height // 2, width - width // 5], axis=1)
+    flip = np.array([True, False, False, True])
+    fast = kernels.resize_crops(packed, boxes, flip, 24)
+    slow = augment.resample_each(packed.bytes.cpu(), packed.offsets, packed.sizes, boxes, flip, 24)
+    torch.testing.assert_close(fast.cpu(), slow, rtol=0, atol=NEAR / 255)

@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.evals import features, knn
+from adclr.evals import accuracy, features, knn
 from adclr.labelled import open_labelled
 from adclr.weights import Weights, create_backbone
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_votes_are_weighted_by_similarity() -> None:
@@ -114,3 +116,38 @@ def test_the_public_call(images: Path, tmp_path: Path) -> None:
     assert scores["knn_top1_k3"] >= 0
     with pytest.raises(ValueError, match="unknown evaluation"):
         package.evaluate("knnn", weights=run.path, data=images)
+
+
+def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
+    data = coloured(tmp_path / "data")
+    for path in sorted((data / "val" / "c0").iterdir())[:5]:
+        path.rename(data / "val" / "c1" / f"was_blue_{path.name}")
+    labelled = open_labelled(data)
+    found = knn.score(
+        random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False, place=tmp_path / "v1.5"
+    )
+    blue, red = (int((labelled.val.labels == label).sum()) for label in (0, 1))
+    assert found["confusion"] == [[blue, 0], [5, red - 5]]
+    assert found["per_class"] == {"c0": 100, "c1": pytest.approx(100 * (red - 5) / red)}
+    assert found["knn_mean_class"] == pytest.approx((100 + found["per_class"]["c1"]) / 2)
+    assert found["knn_top1"] == found["knn_top1_k20"] == pytest.approx(100 * 35 / 40)
+    assert Image.open(tmp_path / "v1.5.png").size[0] > 900
+
+
+def test_pictures_of_any_number_of_classes(tmp_path: Path) -> None:
+    for count in (2, 64, 1000):
+        accuracy.draw(tmp_path / f"{count}.png", np.eye(count, dtype=np.int64), ["a long name of a class " * 3] * count)
+        image = np.asarray(Image.open(tmp_path / f"{count}.png"))
+        assert (image == image[-12, -12]).all(axis=-1).any()  # the last of the diagonal is as bright as the first
+    many = accuracy.accuracies("x", torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 1, 1]), ["c"] * 2000)
+    assert "confusion" not in many
+
+
+@pytest.mark.parametrize("features", ["cls", "mean_patch", "both"])
+def test_features_of_length_one(features: str) -> None:
+    vit, images = random_weights().vit, torch.randn(3, 3, 32, 32)
+    found = knn.pool(vit, features)(images)
+    tokens = vit(images)
+    cls, patch = (torch.nn.functional.normalize(x, dim=1) for x in (tokens.cls, tokens.patches.mean(dim=1)))
+    similarity = {"cls": cls @ cls.T, "mean_patch": patch @ patch.T, "both": (cls @ cls.T + patch @ patch.T) / 2}
+    torch.testing.assert_close(found @ found.T, similarity[features])

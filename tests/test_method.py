@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from adclr.augment import Masks, Views
+from adclr.jobs import build
 from adclr.losses import Center, sinkhorn
 from adclr.method import ADCLR
 from adclr.settings import Settings
-from adclr.training import build
 from tiny import tiny
 
 

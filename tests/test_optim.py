@@ -73,8 +73,8 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
 
 def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
     from adclr import fit
+    from adclr.jobs import build
     from adclr.step import Step
-    from adclr.training import build
 
     settings = tiny()
     method = build(settings)
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
 
 
 def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() -> None:
-    from adclr.training import build
+    from adclr.jobs import build
 
     student = build(tiny(masked_weight=1.0, layer_scale=0.1)).student
     optimizer = make_optimizer(student, tiny())
@@ -143,8 +143,8 @@ def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() ->
 def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_void() -> None:
     """What a recorded step does, without the recording: its numbers are one tensor, and recording runs it void."""
     from adclr import fit
+    from adclr.jobs import build
     from adclr.step import Step
-    from adclr.training import build
 
     settings, cpu = tiny(model__drop_path=0.0), torch.device("cpu")
     views = fit.random_views(settings, 4, cpu)
@@ -157,15 +157,16 @@ def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_
         return [tensor.clone() for tensor in (*methods[which].state_dict().values(), *moments)]
 
     for number in range(4):
-        values = Values(0.01, 0.1 * number, 0.9, 0.04 + 0.01 * number, freeze_last_layer=number < 2)
+        still = {"freeze_last_layer": number < 2, "freeze_backbone": number < 1}
+        values = Values(0.01, 0.1 * number, 0.9, 0.04 + 0.01 * number, **still)
         told, ok = steps[0]([views], values)
-        same, fine = steps[1]._take([views], torch.tensor(values.numbers), values.freeze_last_layer)
+        same, fine = steps[1]._take([views], torch.tensor(values.numbers), values.frozen)
         assert ok
         assert fine
         torch.testing.assert_close(told, same)
         for a, b in zip(state(0), state(1), strict=True):
             torch.testing.assert_close(a, b)
     before = state(1)
-    _, ok = steps[1]._take([views], torch.tensor([0.0, 0.0, 1.0, math.nan]), False)
+    _, ok = steps[1]._take([views], torch.tensor([0.0, 0.0, 1.0, math.nan]), (False, False))
     assert not ok
     assert all(torch.equal(a, b) for a, b in zip(before, state(1), strict=True))

@@ -19,6 +19,7 @@ import yaml
 import adclr
 from adclr import config
 from adclr.settings import Settings
+from dense_scenes import segmented
 from tiny import TINY, words
 
 ROOT = Path(__file__).parent.parent
@@ -103,10 +104,11 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
-    """Where the README's reader stands: photos/ and labelled/ are here."""
+    """Where the README's reader stands: photos/, labelled/ and pixels/ are here."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "photos").symlink_to(images / "train")
     (folder / "labelled").symlink_to(images)
+    segmented(folder / "pixels", 3, 2, 24)
     return folder
 
 
@@ -128,13 +130,16 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
         else:
             assert line == "pip install ."  # tested with the wheel above
             continue
-        if "--out" in parts and not {"doctor", "visualize", "report"} & set(parts):
+        if "--out" in parts and not {"doctor", "embed", "export", "visualize", "report"} & set(parts):
             parts += tiny_words
-        run(*parts, cwd=place)
+        run(*("size=32" if part == "size=448" else part for part in parts), cwd=place)
     assert seen == {"make", "pip", "adclr", "torchrun"}
-    for name in ("photos", "mine", "probed", "many"):
+    for name in ("photos", "mine", "probed", "further", "many"):
         assert (place / "runs" / name / "backbone.safetensors").exists()
     assert list((place / "runs/photos/evals/knn").glob("labelled-*.json"))
+    assert (place / "exports/photos/README.md").exists()
+    assert (place / "features.parquet").exists()
+    assert (place / "maps" / "index.jsonl").exists()
     assert {path.stem for path in (place / "runs/photos_seen").glob("*.json")} == {
         "attention",
         "queries",
@@ -153,7 +158,7 @@ def test_the_python_of_the_readme_works(place: Path) -> None:
         "\nassert tokens.cls.shape == (2, 384) and tokens.patches.shape == (2, 144, 384)"
         "\nassert tokens.queries.shape == answers.shape == (2, 5, 384)"
         "\nassert torch.allclose(tokens.queries, answers, atol=1e-5)"
-        "\nassert 0 <= scores['knn_top1'] <= 100 and run.finished"
+        "\nassert 0 <= scores['knn_top1'] <= 100 and run.finished and about['rows'] == 32"
     )
     run(sys.executable, "-c", text, cwd=place)
 
@@ -197,3 +202,22 @@ def test_the_benchmark_of_the_data_path_runs() -> None:
     text = run(sys.executable, ROOT / "benchmarks" / "data.py", *small)
     for stage in ("read + decode", "views, plain", "all, from files", "all, from the cache", "ours over theirs"):
         assert stage in text
+
+
+@pytest.mark.full
+def test_the_benchmark_of_embedding_runs() -> None:
+    small = ("--images", 4, "--side", 64, "--batch", 2, "--repeats", 1, "--times", 2)
+    for dense in ((), ("--dense",)):
+        model = ("--model", "vit_tiny_patch16", "--size", 32)
+        text = run(sys.executable, ROOT / "benchmarks" / "embed.py", *small, *model, *dense)
+        for stage in ("read", "decode", "resize", "forward", "write", "all, from files", "all, from images kept in"):
+            assert stage in text
+        assert text.count("slowest stage from") == 2
+
+
+def test_the_benchmark_of_dense_evaluations_runs() -> None:
+    small = ("--backbone", "vit_tiny_patch16", "--size", 32, "--batch", 2, "--memory", 100, "--repeats", 1)
+    sizes = ("--detection-size", 64, 96, "--detection-batch", 1)
+    text = run(sys.executable, ROOT / "benchmarks" / "dense.py", *small, *sizes)
+    for what in ("encode images", "ask a memory of 100", "step of upernet", "1 images, windows"):
+        assert what in text

@@ -12,7 +12,7 @@ import torch
 from adclr import fit, pretrain, speed
 from adclr.ahead import Ahead
 from adclr.blocks import again_block, run_block
-from adclr.training import build
+from adclr.jobs import build
 from adclr.vit import VisionTransformer
 from tiny import TINY, tiny
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr import augment, config, training
+from adclr import augment, config, jobs
 from adclr.decode import Decoder
 from adclr.draws import epoch_order
 from adclr.losses import Center
@@ -45,7 +45,7 @@ def cosine(a: float, b: float, x: float) -> float:
 
 def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
     """3 epochs of 4 steps of 8 images; AdamW, its clipping and the moving average by hand."""
-    source, method = ImageFolder(folder), training.build(settings)
+    source, method = ImageFolder(folder), jobs.build(settings)
     names = [name for name, _ in method.student.named_parameters()]
     students = dict(method.student.named_parameters())
     teachers = dict(method.teacher.named_parameters())
@@ -112,7 +112,7 @@ def test_drop_path_starts_anew_for_every_step_and_micro_batch(
     assert len(seeds) == 1 + 4 * 2  # the initial weights, then 4 steps of 2 micro-batches
     assert len(set(seeds)) == len(seeds)
     monkeypatch.setattr("adclr.distributed.rank", lambda: 1)
-    assert training.drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
+    assert jobs.drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
 
 
 def test_the_probe_scores_the_teacher(images: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from adclr.boxes import TRIES, crop_boxes
 from adclr.draws import Draws, key_of
 from adclr.settings import Settings
-from adclr.views import TRIES, Crops, block_masks, crop_boxes, plan
+from adclr.views import Crops, block_masks, plan
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)

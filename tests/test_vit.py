@@ -164,6 +164,32 @@ def test_intermediate_layers_equal_timms() -> None:
     assert not torch.allclose(first.cls, last.cls)
 
 
+@torch.no_grad()
+def test_blocks_in_windows_see_their_window_alone() -> None:
+    """Against windows that are cut out and run one by one; 5×7 patches in windows of at most 3×3."""
+    vit = make("image", num_registers=2)
+    images = torch.randn(2, 3, 5 * vit.patch_size, 7 * vit.patch_size)
+    kept = torch.rand(vit.depth, 2, 2) + 0.5
+    last = vit.depth - 1
+    (found,) = vit.in_windows(images, [last], 3, kept=kept)
+    x = vit.embed(images)[:, vit.num_prefix :].unflatten(1, (5, 7))
+
+    def through(block: int, part: torch.Tensor) -> torch.Tensor:
+        layer = vit.blocks[block]
+        flat = part.flatten(1, 2)
+        q, k, v = layer.attn.split(layer.norm1(flat))
+        mixed = layer.attn.join(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        flat = flat + kept[block, 0].view(-1, 1, 1) * mixed
+        flat = flat + kept[block, 1].view(-1, 1, 1) * layer.mlp(layer.norm2(flat))
+        return flat.unflatten(1, part.shape[1:3])
+
+    for block in range(last):
+        pieces = [[through(block, part) for part in rows.tensor_split(3, 2)] for rows in x.tensor_split(2, 1)]
+        x = torch.cat([torch.cat(row, dim=2) for row in pieces], dim=1)
+    expected = vit.norm(through(last, x).flatten(1, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
 @torch.no_grad()
 def test_read_once_and_ask_often_is_forward(query_keys: QueryKeys) -> None:
@@ -382,3 +408,20 @@ def test_sizes(name: str, parameters: float) -> None:
     with torch.device("meta"):
         count = sum(p.numel() for p in create_backbone(name).parameters())
     assert abs(count / 1e6 - parameters) < 0.1
+
+
+def test_drop_path_that_was_drawn_elsewhere() -> None:
+    torch.manual_seed(0)
+    vit = VisionTransformer(16, 3, 2, 8, 16).train()
+    images = torch.randn(4, 3, 16, 16)
+    kept = torch.ones(3, 2, 4)
+    torch.testing.assert_close(vit.forward_many([Input(images)], kept)[0].cls, vit(images).cls)
+    kept[1, :, 2] = 0  # the third image goes past the second block
+    shorter = VisionTransformer(16, 2, 2, 8, 16)
+    state = {
+        name.replace("blocks.2.", "blocks.1."): t for name, t in vit.state_dict().items() if "blocks.1." not in name
+    }
+    shorter.load_state_dict(state)
+    found = vit.forward_many([Input(images)], kept)[0].cls
+    torch.testing.assert_close(found[2], shorter(images).cls[2])
+    torch.testing.assert_close(found[[0, 1, 3]], vit(images).cls[[0, 1, 3]])

@@ -11,19 +11,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from adclr.embedding import embed
     from adclr.evals import evaluate
+    from adclr.exporting import export
     from adclr.method import ADCLR
     from adclr.training import pretrain
     from adclr.vit import VisionTransformer
     from adclr.weights import create_backbone, load
 
-__all__ = ["ADCLR", "VisionTransformer", "__version__", "create_backbone", "evaluate", "load", "pretrain"]
+__all__ = [
+    "ADCLR",
+    "VisionTransformer",
+    "__version__",
+    "create_backbone",
+    "embed",
+    "evaluate",
+    "export",
+    "load",
+    "pretrain",
+]
 
 _HOME = {
     "ADCLR": "adclr.method",
     "VisionTransformer": "adclr.vit",
     "create_backbone": "adclr.weights",
+    "embed": "adclr.embedding",
     "evaluate": "adclr.evals",
+    "export": "adclr.exporting",
     "load": "adclr.weights",
     "pretrain": "adclr.training",
 }

@@ -167,12 +167,12 @@ def left(groups: Sequence[Group], wanted: Sequence[bool]) -> tuple[Group, ...]:
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, attention: Attention, layer_scale: float | None) -> None:
+    def __init__(self, dim: int, attention: Attention, layer_scale: float | None, norm_eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, 4 * dim)
         self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
 

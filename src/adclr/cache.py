@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from adclr.augment import Packed
 from adclr.config import UserError
 from adclr.decode import Pixels
 from adclr.progress import track
+from adclr.workers import Workers, result
 
 Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read
 SAMPLE = 48  # images from which the size of all is guessed
@@ -59,10 +60,11 @@ class Store:
         return self.packed.bytes.numel() / GIB
 
 
-def guess(read: Read, count: int, pool: ThreadPoolExecutor) -> float:
+def guess(read: Read, count: int, pool: Workers) -> float:
     """Bytes of a whole collection, from a few of its images."""
     chosen = np.linspace(0, count - 1, min(SAMPLE, count)).astype(int)
-    found = [pixels.size for pixels in pool.map(read, (int(i) for i in chosen)) if pixels is not None]
+    futures = [pool.submit(read, int(i)) for i in chosen]
+    found = [pixels.size for pixels in (result(future, pool) for future in futures) if pixels is not None]
     return count * float(np.mean(found)) if found else 0.0
 
 
@@ -80,16 +82,13 @@ def make(
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
     if mode == "off":
         return None
-    with ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="cache") as pool:
-        try:
-            size = guess(read, count, pool)
-            where = place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
-            if where is None:
-                return None
-            capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
-            packed = _fill(read, count, pool, min(room.host, capacity), show)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with Workers(max(1, num_workers), "cache") as pool:
+        size = guess(read, count, pool)
+        where = place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
+        if where is None:
+            return None
+        capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
+        packed = _fill(read, count, pool, min(room.host, capacity), show)
     if packed is None:
         if mode == "auto":
             return None
@@ -112,7 +111,7 @@ def place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
     return "gpu" if mode == "gpu" else "ram"
 
 
-def _fill(read: Read, count: int, pool: ThreadPoolExecutor, capacity: float, show: bool) -> Packed | None:
+def _fill(read: Read, count: int, pool: Workers, capacity: float, show: bool) -> Packed | None:
     """All images; None if they are more than `capacity`. An unreadable one has the place of the next that is not."""
     buffer = torch.empty(int(capacity), dtype=torch.uint8)  # the system gives pages only as they are written
     offsets, sizes = np.full(count, -1, np.int64), np.zeros((count, 2), np.int64)
@@ -132,12 +131,12 @@ def _fill(read: Read, count: int, pool: ThreadPoolExecutor, capacity: float, sho
     return Packed(buffer[:used], offsets[following], sizes[following], channels)
 
 
-def _ahead(read: Read, count: int, pool: ThreadPoolExecutor) -> Iterator[Pixels | None]:
+def _ahead(read: Read, count: int, pool: Workers) -> Iterator[Pixels | None]:
     """Images in order, decoded by many threads, few of them waiting."""
     waiting: deque[Future[Pixels | None]] = deque()
     for index in range(count):
         waiting.append(pool.submit(read, index))
         if len(waiting) > AHEAD:
-            yield waiting.popleft().result()
+            yield result(waiting.popleft(), pool)
     while waiting:
-        yield waiting.popleft().result()
+        yield result(waiting.popleft(), pool)

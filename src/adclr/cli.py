@@ -1,7 +1,8 @@
 """The commands. torch is imported only when a command runs, so that --help is instant.
 
-Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 130 stopped by Ctrl-C; 1 anything else, with
-its traceback.
+Exit codes: 0 success; 2 a mistake of the user's, said in one sentence; 75 training was stopped by SIGTERM, SIGINT
+(Ctrl-C) or SIGUSR1 and has saved, so that the same command goes on; 128 + the number of a signal, stopped without
+saving, as by a second one; 1 anything else, with its traceback.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from adclr import __version__
 
+W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
+PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
 
 
@@ -71,15 +73,34 @@ def parser() -> Parser:
         "--recipe", metavar="NAME", help="a recipe or a .yaml file; by default chosen from the images"
     )
     pretrain.add_argument("--resume", action="store_true", help="only go on with the run in --out, never start one")
+    pretrain.add_argument(
+        "--replay", type=_count, metavar="STEP", help="do a step of the run in --out again: what in it is not finite?"
+    )
     pretrain.add_argument("--list-recipes", action="store_true", help="list the recipes and stop")
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     evaluate = commands.add_parser("evaluate", help="score weights on labelled images", add_help=False)
-    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn")
-    evaluate.add_argument("--weights", metavar="W", help="a run directory or backbone.safetensors")
-    evaluate.add_argument("--data", metavar="DIR", help="labelled folder: train/ and val/, or one that is split 80/20")
+    evaluate.add_argument("name", nargs="?", metavar="NAME", help="knn, linear, finetune, incontext, ...: see below")
+    evaluate.add_argument("--weights", metavar="W", help=W)
+    evaluate.add_argument("--partial", action="store_true", help=PARTIAL)
+    evaluate.add_argument(
+        "--data",
+        nargs="+",
+        metavar="DIR",
+        help="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
+        "for matching any images",
+    )
+    evaluate.add_argument("--recipe", metavar="NAME", help="settings of a kind: NAME_... of the evaluation, or a .yaml")
+    evaluate.add_argument("--from-scratch", action="store_true", help="the control: the same ViT, newly initialised")
     evaluate.add_argument("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
+
+    embed = commands.add_parser("embed", help="features of images: a vector for each, or patch maps", add_help=False)
+    embed.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    embed.add_argument("images", nargs="?", metavar="IMAGES", help="folder, .txt list, .tar shards or hf:PATH")
+    embed.add_argument("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
+    embed.add_argument("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
+    embed.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     doctor = commands.add_parser("doctor", help="what is wrong with a collection of images", add_help=False)
     doctor.add_argument("data", nargs="?", metavar="DATA", help="folder, .txt list, .tar shards or hf:PATH")
@@ -98,20 +119,26 @@ def parser() -> Parser:
     plan.add_argument("--json", metavar="FILE", help="write the plan there too")
     plan.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
+    export = commands.add_parser("export", help="weights for timm, Hugging Face, ONNX, or as safetensors")
+    export.add_argument("weights", metavar="W", help=W)
+    export.add_argument("--to", required=True, metavar="FORMAT", help="timm, huggingface, onnx or safetensors")
+    export.add_argument("--out", required=True, metavar="DIR", help="the folder that is made, with a model card")
+    export.add_argument("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
+    export.add_argument("--partial", action="store_true", help=PARTIAL)
+
     visualize = commands.add_parser("visualize", help="pictures of what weights look at", add_help=False)
     visualize.add_argument("name", nargs="?", metavar="NAME", help="attention, queries, pca or match")
-    visualize.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    visualize.add_argument("weights", nargs="?", metavar="W", help=W)
     visualize.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
     visualize.add_argument("--out", default="runs/pictures", metavar="DIR", help="where pictures go (%(default)s)")
     visualize.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
-    parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
 
     report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
     report.add_argument("--out", metavar="FILE", help="where the page goes (report.html in the run)")
 
     explore = commands.add_parser("explore", help="a page on which to ask images with boxes", add_help=False)
-    explore.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    explore.add_argument("weights", nargs="?", metavar="W", help=W)
     explore.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
     explore.add_argument("--against", metavar="W", help="other weights, shown beside the first on the same query")
     explore.add_argument(
@@ -119,7 +146,8 @@ def parser() -> Parser:
     )
     explore.add_argument("--port", type=int, default=8765, help="(%(default)s); 0: any that is free")
     explore.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
-    parsers |= {"visualize": visualize, "report": report, "explore": explore}
+    parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
+    parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report, "explore": explore}
     main.set_defaults(parsers=parsers)
     return main
 
@@ -151,7 +179,8 @@ def _main(arguments: list[str]) -> None:
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
-        commands |= {"visualize": _visualize, "report": _report, "explore": _explore}
+        commands |= {"embed": _embed, "export": _export, "visualize": _visualize, "report": _report}
+        commands |= {"explore": _explore}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -165,6 +194,9 @@ def _main(arguments: list[str]) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         trains = options.command in ("demo", "pretrain") and options.out
+        if options.command == "embed":
+            print("adclr: stopped; the same command goes on with what is missing", file=sys.stderr)
+            raise SystemExit(130) from None
         if not trains or not any(Path(options.out).glob("**/checkpoints/step_*")):
             raise
         print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -198,7 +230,14 @@ def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["pretrain"].error("no output directory was named; give --out RUN")
     from adclr import launch
 
-    launched = launch.prepare(options.data, options.out, options.recipe, config.parse_words(words), options.resume)
+    launched = launch.prepare(
+        options.data, options.out, options.recipe, config.parse_words(words), bool(options.resume or options.replay)
+    )
+    if options.replay is not None:
+        from adclr import replay
+
+        replay.run(launched, options.replay)
+        return
     for reason in launched.reasons:
         print(reason, flush=True)
     from adclr import training
@@ -212,35 +251,34 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
     if options.help:
         options.parsers["evaluate"].print_help()
         for name in [options.name] if options.name else evals.NAMES:
-            _print_settings(evals.module(name).Settings, f"settings of {name}:")
+            _print_settings(evals.module(name).Settings, f"settings of {name}{evals.recipe_hint(name)}:")
         return
     if not options.name:
         options.parsers["evaluate"].error(f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
     values = config.parse_words(words)
-    for key in ("weights", "data"):
-        if getattr(options, key):
-            values[key] = getattr(options, key)
     chosen = evals.module(options.name)
-    settings = config.build(chosen.Settings, values)
-    from adclr.runs import check_writable, provenance, write_json
-
-    out = Path(options.out) if options.out else _score_file(options.name, settings)
-    check_writable(out)
-    if out.is_dir():
-        raise config.UserError(f"{out} is a folder; give the name of a file")
-    scores = chosen.run(settings)
-    for key, value in scores.items():
-        print(f"{key:<16} {value:.2f}" if value % 1 else f"{key:<16} {value:.0f}")
-    write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": provenance()})
-    print(f"written to {out}")
+    if options.data:
+        if len(options.data) > 1 and options.name != "transfer":
+            raise config.UserError(f"{options.name} takes one --data, not {len(options.data)}; transfer takes several")
+        values["data"] = options.data if options.name == "transfer" else options.data[0]
+    values |= {key: value for key in ("weights", "from_scratch", "partial") if (value := getattr(options, key))}
+    settings = config.build(chosen.Settings, evals.recipe_of(options.name, options.recipe), values)
+    out = Path(options.out) if options.out else evals.file_of(options.name, settings)
+    evals.score(options.name, settings, out, say=True)
 
 
-def _score_file(name: str, settings: Any) -> Path:
-    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart."""
-    weights, data = Path(settings.weights), os.path.abspath(settings.data)
-    told = settings.model_copy(update={"weights": "", "data": data}).model_dump_json()
-    file = f"{os.path.basename(data)}-{blake2b(told.encode(), digest_size=4).hexdigest()}.json"
-    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / file
+def _embed(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, embedding
+
+    if options.help:
+        options.parsers["embed"].print_help()
+        _print_settings(embedding.Settings, "settings:")
+        return
+    for name, what in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
+        if not getattr(options, name):
+            options.parsers["embed"].error(f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
+    settings = config.build(embedding.Settings, config.parse_words(words))
+    embedding.run(options.weights, options.images, Path(options.out), options.dense, settings)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:
@@ -270,6 +308,14 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     out, file = (Path(name) if name else None for name in (options.out, options.json))
     values = config.parse_words(words)
     planning.run(options.data, options.images, options.recipe, values, gpu, options.gpus, out, file)
+
+
+def _export(options: argparse.Namespace, words: list[str]) -> None:
+    if words:
+        options.parsers["export"].error(f"an export takes no settings, but was given {words[0]}")
+    from adclr.exporting import export
+
+    export(options.weights, options.to, options.out, options.partial, options.input_size)
 
 
 def _visualize(options: argparse.Namespace, words: list[str]) -> None:

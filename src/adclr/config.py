@@ -29,8 +29,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 T = TypeVar("T")
-# any number of things; one may be written without brackets
-Several = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)]
+_one = BeforeValidator(lambda value: (value,) if isinstance(value, int | float | str) else value)
+Several = Annotated[tuple[T, ...], _one]  # any number of things; one may be written without brackets
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -166,12 +166,13 @@ def _sentence(error: ValidationError) -> str:
     return f"setting {name}={first['input']!r} is not possible: {message.replace('tuple', 'list such as [1, 2]')}"
 
 
-def recipe_names() -> list[str]:
-    folder = resources.files("adclr") / "recipes"
+def recipe_names(kind: str = "") -> list[str]:
+    """Those of pretraining, or of what is named."""
+    folder = resources.files("adclr") / "recipes" / kind
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def recipe_text(name: str) -> str:
+def recipe_text(name: str, kind: str = "") -> str:
     """The text of a shipped recipe, or of a file if `name` ends in .yaml."""
     if name.endswith((".yaml", ".yml")):
         try:
@@ -179,16 +180,22 @@ def recipe_text(name: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise UserError(f"recipe file {name} cannot be read ({reason}); check the path") from None
-    names = recipe_names()
+    names = recipe_names(kind)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean '{near[0]}'?" if near else "--list-recipes shows them"
+        hint = (
+            f"did you mean '{near[0]}'?"
+            if near
+            else f"there are: {', '.join(names)}"
+            if kind
+            else "--list-recipes shows them"
+        )
         raise UserError(f"unknown recipe '{name}'; {hint}")
-    return (resources.files("adclr") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    return (resources.files("adclr") / "recipes" / kind / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def recipe(name: str) -> dict[str, Any]:
-    values = load_yaml(recipe_text(name), f"recipe {name}")
+def recipe(name: str, kind: str = "") -> dict[str, Any]:
+    values = load_yaml(recipe_text(name, kind), f"recipe {name}")
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

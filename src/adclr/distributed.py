@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PATIENCE = timedelta(hours=2)  # since the others wait while the first process scores a probe
 
 
 @contextmanager
@@ -19,8 +21,7 @@ def session(device: torch.device) -> Iterator[None]:
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
         yield
         return
-    # patient, because the others wait while the first process scores a probe
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield
     finally:
@@ -67,3 +68,49 @@ def min_(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return tensor
+
+
+def part(count: int) -> range:
+    """Which of `count` things in a row are this process's."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The rows of all processes, of each perhaps another number, one behind the other in the order of the processes."""
+    if world_size() == 1:
+        return tensor
+    device = torch.device("cuda", local_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(tensor)], device=device))
+    longest = max(int(count) for count in counts)
+    padded = torch.zeros(longest, *tensor.shape[1:], dtype=tensor.dtype, device=device)
+    padded[: len(tensor)] = tensor
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded)
+    rows = [rows[: int(count)] for rows, count in zip(found, counts, strict=True)]
+    return torch.cat(rows).to(tensor.device)
+
+
+class Hosts:
+    """Processes that ask each other without their GPUs, which would have to be waited for."""
+
+    def __init__(self) -> None:
+        self.group = None
+        if world_size() > 1:
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            assert isinstance(group, dist.ProcessGroup)
+            self.group = group
+
+    def ask(self, yes: bool) -> Callable[[], bool]:
+        """Asks while other work is done; the function that is returned waits for whether any process says yes."""
+        if self.group is None:
+            return lambda: yes
+        flag = torch.tensor(float(yes))
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+
+        def answer() -> bool:
+            work.wait()
+            return bool(flag)
+
+        return answer

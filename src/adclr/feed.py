@@ -8,14 +8,11 @@ order of paths, with the draws of the place's own key. So neither threads nor lu
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
-from typing import TypeVar, cast
+from threading import Lock, get_ident
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,30 +21,23 @@ from numpy.typing import NDArray
 from adclr.augment import Packed, pack
 from adclr.cache import Store
 from adclr.config import UserError
-from adclr.decode import Decoder, Pixels, Unreadable
+from adclr.decode import Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
-from adclr.views import Plan
-
-# Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
-AHEAD = 3
-# Images a thread takes at a time. 16 threads read 3 600 files/s one by one; in eights, and with fewer system calls for
-# each, 17 000 and 30 000 (two other runs on the same kind of machine).
-TOGETHER = 8
-# The thread that launches a step's thousands of operations can lose Python's lock to a decoder at each. Asking for
-# it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
-SWITCH_SECONDS = 5e-4
-
+from adclr.threads import in_order
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
+Plan = TypeVar("Plan")
 Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> what is made of the batch
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Generic[Plan]):
     packed: Packed
     plan: Plan
+    epoch: int
+    indices: NDArray[np.int64]  # of the images whose places these are
 
 
 class Feed:
@@ -57,7 +47,7 @@ class Feed:
         self,
         source: Source,
         num_workers: int,
-        decoder: Decoder,
+        decoder: Callable[[bytes], Pixels],
         max_unreadable: float = 1.0,
         pin: bool = False,
         on_unreadable: Callable[[str, str], None] = lambda path, reason: None,
@@ -69,6 +59,7 @@ class Feed:
         self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
         self._lock = Lock()
+        self._reading: dict[int, int] = {}  # by thread
         self._gpu = torch.cuda.current_device() if pin else None
 
     def read(self, index: int) -> Pixels | None:
@@ -78,17 +69,35 @@ class Feed:
     def _read(self, index: int, decode: Callable[[bytes], Item]) -> Item | None:
         if index in self.unreadable:
             return None
+        thread = get_ident()
+        self._reading[thread] = index
         try:
             return decode(self.source.read(index))
         except (Unreadable, OSError) as error:
             self._list(index, str(error))
             return None
+        finally:
+            self._reading.pop(thread, None)
+
+    def reading(self) -> str:
+        """What is being read just now, for a person."""
+        names = [self.source.paths[index] for index in list(self._reading.values())]
+        return f"{', '.join(sorted(names)[:3])} of {self.source.root}" if names else str(self.source.root)
 
     def image(self, index: int) -> Pixels:
         """The pixels of an image, or of the next readable one."""
         if self.store is not None:
             return self.store.image(index)
         return self._next(index, self.decoder)
+
+    def shown(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Whose pixels a batch has in the places of these images, once it is made."""
+        with self._lock:
+            listed = list(self.unreadable)
+        found = indices.copy()
+        while (bad := np.isin(found, listed)).any():
+            found[bad] = (found[bad] + 1) % len(self.source)
+        return found
 
     def _item(self, index: int) -> Pixels | Encoded:
         """The same, but for a file that the GPU is to decode."""
@@ -115,57 +124,32 @@ class Feed:
             if len(self.unreadable) > self.max_unreadable * len(self.source):
                 raise UserError(
                     f"{len(self.unreadable)} of {len(self.source)} images cannot be read, the last one "
-                    f"{self.source.paths[index]} ({reason}); mend them or raise data.max_unreadable"
+                    f"{self.source.paths[index]} ({reason}); mend them or raise max_unreadable"
                 )
 
-    def batches(self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner) -> Generator[Batch, None, None]:
+    def batches(
+        self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner[Plan]
+    ) -> Generator[Batch[Plan], None, None]:
         """A batch for each (epoch, indices), in order."""
-        if self.num_workers == 0:
-            for epoch, indices in order:
-                yield self._assemble(epoch, indices, self._items(self._wanted(indices)), planner)
-            return
-        waiting: deque[Future[Batch]] = deque()
-        decoders = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
-        assembler = ThreadPoolExecutor(1, "assemble", self._be_there)
-
-        def collect(epoch: int, indices: NDArray[np.int64], parts: list[Future[list[Pixels | Encoded]]]) -> Batch:
-            return self._assemble(epoch, indices, [item for part in parts for item in part.result()], planner)
-
-        switch = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
-        try:
-            for epoch, indices in order:
-                wanted = self._wanted(indices)
-                parts = [wanted[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
-                read = [decoders.submit(self._items, part) for part in parts]
-                waiting.append(assembler.submit(collect, epoch, indices, read))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            # decoders first: an assembler then finds its images cancelled and gives up at once
-            decoders.shutdown(wait=True, cancel_futures=True)
-            assembler.shutdown(wait=True, cancel_futures=True)
-            sys.setswitchinterval(switch)
-
-    def _be_there(self) -> None:
-        """A thread begins on the first GPU, whichever the others are on."""
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
-
-    def _items(self, indices: NDArray[np.int64]) -> list[Pixels | Encoded]:
-        return [self._item(int(index)) for index in indices]
+        return in_order(
+            order,
+            lambda job: self._wanted(job[1]),
+            self._item,
+            lambda job, items: self._assemble(*job, items, planner),
+            self.reading,
+            self.num_workers,
+            self._gpu,
+        )
 
     def _wanted(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which of these must be brought: none if all lie on the GPU."""
         return indices[:0] if self.store is not None and self.store.on_gpu else indices
 
     def _assemble(
-        self, epoch: int, indices: NDArray[np.int64], items: list[Pixels | Encoded], planner: Planner
-    ) -> Batch:
+        self, epoch: int, indices: NDArray[np.int64], items: list[Pixels | Encoded], planner: Planner[Plan]
+    ) -> Batch[Plan]:
         packed = self._pack(indices, items) if items else cast(Store, self.store).select(indices)
-        return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes))
+        return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes), epoch, indices)
 
     def _pack(self, indices: NDArray[np.int64], items: list[Pixels | Encoded]) -> Packed:
         """Files that the GPU cannot decode are the CPU's, which finds out what is wrong with them."""
@@ -183,7 +167,7 @@ class Feed:
     def rate(self, batch: int = 128, batches: int = 4) -> float:
         """Images/s that are read and decoded when nothing else runs; one batch before is not timed."""
         spread = np.linspace(0, len(self.source) - 1, (1 + batches) * batch).astype(np.int64)
-        made = self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: cast(Plan, None))
+        made = self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: None)
         next(made)
         started = time.perf_counter()
         count = sum(len(found.packed.sizes) for found in made)

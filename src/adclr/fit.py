@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-from pathlib import Path
 
 import torch
 
 from adclr import distributed
 from adclr.augment import Masks, Views
 from adclr.config import UserError
+from adclr.memory import GIB, available, host_memory
 from adclr.method import ADCLR
 from adclr.settings import Settings
 
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
 CPU_SHARE = 0.5
-GIB = 2**30
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 SMALLER = "choose a smaller model.size, views.num_local or method.num_prototypes"
 
 
@@ -49,24 +45,6 @@ def largest(local_batch: int, each: float, room: float, at_most: int | None = No
             f"not even one image fits: it needs {each / GIB:.2f} GiB and {max(0.0, room) / GIB:.2f} are free; {SMALLER}"
         )
     return sizes[-1]
-
-
-def host_memory() -> float:
-    """Bytes a process can still get: what the machine or the container has left, caches counted as free."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))]
-    with contextlib.suppress(OSError, ValueError):  # Linux; elsewhere the number above stands
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        limits = [1024.0 * int(lines["MemAvailable"].split()[0])]
-    with contextlib.suppress(OSError, ValueError):  # no such limit, or the word "max"
-        limits.append(float(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())))
-    return max(0.0, min(limits))
-
-
-def available(device: torch.device) -> float:
-    """Bytes of the GPU that this process has or can get."""
-    free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction(device.index or 0) * total
-    return min(free + torch.cuda.memory_reserved(device), limit)
 
 
 def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None) -> tuple[float, float]:

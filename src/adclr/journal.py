@@ -2,66 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-import torch
 from torch import Tensor
 
-from adclr import distributed, loggers
+from adclr import distributed, health, loggers
 from adclr.ahead import Ahead
+from adclr.augment import Views
 from adclr.config import UserError
+from adclr.meter import NAMES, Meter, Void
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
 from adclr.runs import Run
 from adclr.settings import Settings
+from adclr.signals import Signals
 
-# the order of `method.Losses`
-NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
-
-
-# Steps in a row, all void, after which a run stops: no training comes back from that on its own.
-MOST_VOID = 50
+# Lines of voided.jsonl that are written; each has the keys of a whole batch.
+MOST_LISTED = 1000
 
 
-class Meter:
-    """Sums of the losses since the last line, kept on the device so that the host need not wait."""
+class Probe(Protocol):
+    """A look at the teacher between steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(len(NAMES) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
-
-    def add(self, losses: Tensor, ok: Tensor) -> None:
-        row = torch.cat([losses.double(), losses.new_ones(1, dtype=torch.float64)])
-        self.sums[:-1] += torch.where(ok, row, 0.0)
-        self.sums[-1] += (~ok).double()
-
-    def mean(self) -> list[float]:
-        """The sums, mean over the processes, all of which must ask."""
-        found: list[float] = (distributed.sum_(self.sums.clone()) / distributed.world_size()).tolist()
-        return found
-
-    def read(self) -> dict[str, float | None]:
-        """Means over steps and processes (None if no step was good) and how many steps were void; then starts anew."""
-        *sums, good, voided = self.mean()
-        self.sums.zero_()
-        means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
-        return means | {"voided_steps": voided}
+    def due(self, done: int) -> bool: ...
+    def missing(self, start: int) -> bool: ...  # whether a run that begins here must be scored first
+    def __call__(self, signals: Signals) -> dict[str, float]: ...  # nothing if a signal came
+    def warning(self, scores: dict[str, float]) -> str | None: ...  # of what is worth one
 
 
 class Journal:
     """Only the first process writes; all of them meter."""
 
     def __init__(
-        self, settings: Settings, run: Run, schedules: Schedules, meter: Meter, ahead: Ahead, start: int
+        self,
+        settings: Settings,
+        run: Run,
+        schedules: Schedules,
+        meter: Meter,
+        ahead: Ahead[Views],
+        keys: Callable[[int], list[str]],  # of the images of a step
+        start: int,
     ) -> None:
         self.settings, self.run, self.schedules, self.meter, self.ahead = settings, run, schedules, meter, ahead
+        self.keys, self.start = keys, start
         self.main = distributed.is_main()
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
-        self.void = 0.0  # steps in a row
+        rows = run.rows("metrics.jsonl")
+        self.looks = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
+        self.finding: str | None = None  # what was last said of it
+        self.condition = ""
+        self.troubled = False  # lines are held back, which was said
+        self.listed = sum(1 for _ in run.rows("voided.jsonl"))
 
     def __enter__(self) -> Self:
         self.line.__enter__()
@@ -77,21 +75,23 @@ class Journal:
     ) -> None:
         self.line.__exit__(kind, error, trace)
         for writer in self.writers:
-            writer.close()
+            with suppress(OSError):  # a full disk
+                writer.close()
 
     def say(self, text: str) -> None:
         self.line.say(text)
 
-    def step(self, done: int, values: Values, losses: Tensor, ok: Tensor) -> None:
-        """Takes note of a step; every few steps this is where the host waits for the device."""
-        self.meter.add(losses, ok)
+    def step(self, done: int, values: Values, losses: Tensor, ok: Tensor, look: Callable[[], dict[str, float]]) -> None:
+        """Takes note of a step; every few this is where the host waits for the device, and `look`s at its health."""
+        self.meter.add(done, losses, ok)
         if done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps:
-            means = self.meter.read()
+            means, void, last_void = self.meter.read()
             seconds = time.monotonic() - self.clock
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
             self.clock, self.marked = time.monotonic(), done
-            schedule = {name: value for name, value in vars(values).items() if name != "freeze_last_layer"}
-            self.write(done, means | schedule)
+            schedule = {name: value for name, value in vars(values).items() if not name.startswith("freeze")}
+            seen = self._health(done, look, means["loss_global"]) if self._look_is_due(done) else {}
+            self.write(done, means | schedule | seen)
             if self.main:
                 waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
                 row = {
@@ -101,33 +101,79 @@ class Journal:
                     "seconds_waiting_for_images": waited,
                 }
                 self.run.append("timing.jsonl", row)
-            self.text = _describe(means, speed)
-            self._stop_if_void(done, means)
+            self.text = f"{_describe(means, speed)}{self.condition}"
+            self._note_void(done, void, last_void)
         self.line.move(done, self.text)
 
-    def _stop_if_void(self, done: int, means: dict[str, float | None]) -> None:
-        self.void = 0.0 if means["loss"] is not None else self.void + (means["voided_steps"] or 0)
-        if self.void >= MOST_VOID or (self.void and done == self.schedules.total_steps):
+    def _look_is_due(self, done: int) -> bool:
+        """At the first line, which later ones are compared with, and then at those next to every so many steps."""
+        every, lines = self.settings.train.health_every_steps, self.settings.train.log_every_steps
+        return every is not None and (not self.looks or done // every > (done - lines) // every)
+
+    def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
+        found = look()
+        self.looks.append(found)
+        finding = health.diagnose(self.looks)
+        self.condition = f", kl {found['target_kl']:.2g}, rank {found['rank_cls']:.1f}"
+        if finding is not None:
+            self.condition += f", {finding.name}"
+            if finding.name != self.finding:
+                self.say(f"step {done}: {finding.name}: {finding.words}")
+        self.finding = None if finding is None else finding.name
+        of_uniform = None if loss is None else loss / math.log(self.settings.method.num_prototypes)
+        return found | {"loss_of_log_k": of_uniform}
+
+    def _note_void(self, done: int, void: list[Void], last: int) -> None:
+        """Lists the steps that were void with the keys of their images; ends a run in which nothing else happens."""
+        for step, losses in void if self.main else ():
+            cause = "a loss" if None in losses else "a gradient"
+            if not self.listed:
+                self.say(f"step {step} was void, for {cause} was not finite; voided.jsonl says of which images")
+            if self.listed < MOST_LISTED:
+                row = {"step": step, "epoch": (step - 1) // self.schedules.steps_per_epoch, "cause": cause}
+                row |= {"losses": dict(zip(NAMES, losses, strict=True)), "keys": self.keys(step)}
+                self.run.append("voided.jsonl", row)
+            self.listed += 1
+        most = self.settings.train.max_void_steps
+        if last >= most or (done == self.schedules.total_steps and last == done - self.start > 0):
+            first = done - last + 1
             raise UserError(
-                f"the last {self.void:.0f} steps were void, their losses or gradients not finite; "
-                "choose another --out and a lower optim.lr, or look at the settings that are not usual"
+                f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "
+                f"adclr pretrain --out {self.run.path} --replay {first}, or choose another --out and a lower optim.lr, "
+                "a longer optim.warmup_epochs or train.precision=float32"
             )
 
     def write(self, step: int, row: dict[str, float | None]) -> None:
         if not self.main:
             return
         self.run.append("metrics.jsonl", {"step": step, "epoch": step / self.schedules.steps_per_epoch} | row)
+        if (self.run.trouble is not None) != self.troubled:
+            self.troubled = not self.troubled
+            self.say(
+                f"{self.run.path} cannot be written ({self.run.trouble.strerror}); its lines are held back meanwhile"
+                if self.run.trouble
+                else f"{self.run.path} can be written again, and nothing is missing"
+            )
         numbers = {name: value for name, value in row.items() if value is not None}
-        for writer in self.writers:
-            writer.log(step, numbers)
+        for writer in list(self.writers):
+            try:
+                writer.log(step, numbers)
+            except Exception as error:  # of whatever kind the package has; no run should end of it
+                self.writers.remove(writer)
+                self.say(f"{type(writer).__name__} gets no more curves, for it failed ({error}); metrics.jsonl has all")
 
-    def score(self, step: int, probe: Callable[[], dict[str, float]]) -> None:
+    def score(self, step: int, probe: Probe, signals: Signals) -> None:
         """Takes a probe and notes it; its time is not the training's."""
         started = time.monotonic()
-        scores = probe()
-        self.write(step, dict(scores))
+        scores = probe(signals)
+        if scores:
+            self.write(step, dict(scores))
         for name, value in scores.items():
-            self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {value:.1f} %")
+            text = f"{value:.1f} %" if name.startswith("knn") else f"{value:.3g}"
+            self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {text}")
+        warning = probe.warning(scores)
+        if warning:
+            self.say(f"warning: {warning}")
         self.clock += time.monotonic() - started
 
 

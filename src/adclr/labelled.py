@@ -1,4 +1,5 @@
-"""Labelled images: `DIR/train` + `DIR/val` with a sub-folder for each class, or one such folder that is split."""
+"""Labelled images: `DIR/train` + `DIR/val` with a sub-folder for each class, or one such folder that is split; or a
+public data set, `KIND:DIR`."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.draws import mix
+from adclr.public_sets import KINDS, open_set
 from adclr.sources import Source, Subset
 
 
@@ -35,7 +37,10 @@ def open_labelled(path: str | Path) -> Labelled:
     folder = text.removeprefix("hf:")
     train: Source
     val: Source
-    if os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
+    kind, _, where = text.partition(":")
+    if kind in KINDS:
+        train, val = open_set(kind, where)
+    elif os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
         before = "hf:" if hub else ""
         train, val = (open_source(before + os.path.join(folder, split)) for split in ("train", "val"))
     else:
@@ -49,7 +54,7 @@ def open_labelled(path: str | Path) -> Labelled:
     if len(classes) < 2:
         raise UserError(f"{train.root} has only one class ({classes[0]}); scores need a sub-folder for each class")
     unknown = sorted({_label(val, i) for i in range(len(val))} - set(classes))
-    if unknown and train.root == val.root:
+    if unknown and train.root == val.root and kind not in KINDS:
         raise UserError(
             f"{root} has too few images of class {unknown[0]} to be split; give {root}/train and {root}/val"
         )

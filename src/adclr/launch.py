@@ -26,12 +26,16 @@ FREE = (
     "data.allow_changed",
     "train.device",
     "train.micro_batch_size",
+    "train.max_void_steps",
     "train.log_every_steps",
+    "train.health_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
+    "train.free_checkpoints",
     "train.loggers",
     "train.report",
     "probe.data",
+    "probe.held_out",
     "probe.every_epochs",
     "probe.k",
     "probe.images_at_once",
@@ -78,15 +82,16 @@ def prepare(
         base = config.recipe(named) | {"recipe": named}
     elif stored is not None:
         base = stored.model_dump(mode="json")
+    overrides, told = adopted(base, overrides, stored)
     settings = config.build(Settings, base, overrides)
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
     source = open_source(settings.data.path, run.path / INDEX)
-    reasons: list[str] = []
+    reasons = told
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)
-        reasons = choice.reasons
+        reasons = choice.reasons + told
         settings = chosen(choice, overrides)
     if stored is not None:
         found = config.differences(stored, settings, FREE)
@@ -94,6 +99,28 @@ def prepare(
             raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
     check_batch(settings, len(source))
     return Launch(settings, source, run, reasons)
+
+
+def adopted(
+    base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """What the user says, and with it what the weights say that he starts from (`model.init`); and why.
+
+    A run that has begun knows what they said, so that it does not need them any more.
+    """
+    said = {config.full_name(Settings, name): value for name, value in config.flatten(overrides).items()}
+    known = {config.full_name(Settings, name): value for name, value in config.flatten(base).items()} | said
+    init = known.get("model.init")
+    if not init:
+        return said, []
+    from adclr import continued
+
+    if stored is None:
+        taken, told = continued.settings_of(os.fspath(init), said)
+        return taken | said, [told]
+    before = config.flatten(stored.model_dump(mode="json"))
+    paths = ("model.size", *continued.FIXED, *continued.KEPT)
+    return {path: before[path] for path in paths if path not in said} | said, []
 
 
 def chosen(choice: auto.Choice, overrides: Mapping[str, Any]) -> Settings:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from adclr.boxes import crop_boxes
 from adclr.config import UserError
 from adclr.decode import Pixels
 from adclr.draws import Draws
-from adclr.views import crop_boxes
 from adclr.vit import Memory, VisionTransformer
 from adclr.weights import Weights, load_weights
 

@@ -248,11 +248,15 @@ class ADCLR(nn.Module):
             center.forget()
 
     @torch.no_grad()
-    def update(self, momentum: float | Tensor, ok: Tensor) -> None:
-        """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit."""
+    def update(self, momentum: float | Tensor, ok: Tensor, head_only: bool = False) -> None:
+        """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit.
+
+        `head_only` is for a student whose backbone stands still: the mean of two equal numbers is not always that
+        number, so the teacher's backbone is not touched.
+        """
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
-        teacher: list[Tensor] = list(self.teacher.parameters())
-        student: list[Tensor] = list(self.student.parameters())
+        teacher: list[Tensor] = list((self.teacher.head if head_only else self.teacher).parameters())
+        student: list[Tensor] = list((self.student.head if head_only else self.student).parameters())
         torch._foreach_mul_(teacher, keep)
         torch._foreach_add_(teacher, list(torch._foreach_mul(student, 1 - keep)))
         for center in self.centers.values():

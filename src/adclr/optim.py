@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +23,28 @@ class Values:
     momentum: float  # the teacher's
     teacher_temperature: float
     freeze_last_layer: bool
+    freeze_backbone: bool = False  # and the teacher's with it
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
         """Those that a device can be told."""
         return self.lr, self.weight_decay, self.momentum, self.teacher_temperature
 
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """What stands still, which decides what is computed: the head's last layer, the backbone."""
+        return self.freeze_last_layer, self.freeze_backbone
+
 
 def cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
+    """Linear from 0 to `peak` over `warmup` steps, then a cosine down to `final` at `total`."""
+    if step < warmup:
+        return peak * step / warmup
+    return cosine(peak, final, (step - warmup) / max(1, total - warmup))
 
 
 @dataclass(frozen=True)
@@ -48,10 +63,7 @@ class Schedules:
         epoch = step // self.steps_per_epoch
         peak = optim.lr * self.settings.train.batch_size / 256
         warmup = round(optim.warmup_epochs * self.steps_per_epoch)
-        if step < warmup:
-            lr = peak * step / warmup
-        else:
-            lr = cosine(peak, optim.final_lr, (step - warmup) / max(1, total - warmup))
+        lr = warm_cosine(step, warmup, total, peak, optim.final_lr)
         warm = method.teacher_temperature_warmup_epochs
         rise = min(1.0, epoch / warm) if warm else 1.0
         start, end = method.teacher_temperature_start, method.teacher_temperature
@@ -61,6 +73,7 @@ class Schedules:
             momentum=cosine(method.momentum, method.momentum_end, step / total),
             teacher_temperature=start + (end - start) * rise,
             freeze_last_layer=step < optim.freeze_last_layer_epochs * self.steps_per_epoch,
+            freeze_backbone=step < self.settings.frozen_epochs * self.steps_per_epoch,
         )
 
 
@@ -78,6 +91,34 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     on_gpu = any(p.is_cuda for p in trained)
     betas = settings.optim.betas
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True, capturable=on_gpu)
+
+
+UNDECAYED = ("cls_token", "reg_token", "pos_embed")
+
+
+def layer_groups(
+    named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups of a fine-tuning; `scale` is what the learning rate of each is multiplied with.
+
+    Layer 0 is what makes tokens, block i is layer i + 1, the last norm and the head are layer depth + 1; each layer is
+    `layer_decay` times as fast as the one above it. Tokens, positions and what has one dimension are not decayed.
+    """
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in named:
+        first, _, rest = name.partition(".")
+        if first in (*UNDECAYED, "patch_embed"):
+            layer = 0
+        else:
+            layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
+        decayed = parameter.ndim > 1 and first not in UNDECAYED
+        new = {
+            "params": [],
+            "scale": layer_decay ** (depth + 1 - layer),
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
+        groups.setdefault((layer, decayed), new)["params"].append(parameter)
+    return list(groups.values())
 
 
 @torch.no_grad()

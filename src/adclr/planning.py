@@ -12,7 +12,6 @@ import statistics
 import textwrap
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from adclr.gpus import Gpu
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
+from adclr.workers import Workers
 
 # Share of a GPU's peak that the step reaches, on an H200: 0.33 with ViT-S/16 (2616 images/s of 124 GFLOP each, of
 # 989 TFLOP/s), 0.43 with ViT-B/16.
@@ -114,7 +114,9 @@ def _settle(
             raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
         overrides["data.path"] = data
     named = recipe if recipe != "auto" else None
-    settings = config.build(Settings, config.recipe(named) | {"recipe": named} if named else {}, overrides)
+    base = config.recipe(named) | {"recipe": named} if named else {}
+    overrides, adopted = launch.adopted(base, overrides)
+    settings = config.build(Settings, base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
         raise UserError(
@@ -124,14 +126,14 @@ def _settle(
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
     source = open_source(path, out / launch.INDEX if out is not None else None) if path else None
     if named is not None:
-        return settings, source, []
+        return settings, source, adopted
     memory = int(gpu.gib * GIB) if gpu else auto.gpu_bytes(settings.train.device)
     told = []
     if source is None:
         told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
     side = ASSUMED_SIDE if source is None else auto.median_side(source)
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.chosen(choice, overrides), source, told + choice.reasons
+    return launch.chosen(choice, overrides), source, told + choice.reasons + adopted
 
 
 def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
@@ -153,11 +155,11 @@ def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
 
 def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     """Decodes a few images, as the cache does to guess the size of all."""
-    from adclr import cache, devices, fit, training
+    from adclr import cache, devices, jobs, memory
     from adclr.feed import Feed
     from adclr.nvjpeg import GpuDecoder
 
-    decoder, workers = training.decoder(settings), settings.data.num_workers
+    decoder, workers = jobs.decoder(settings), settings.data.num_workers
     threads = max(1, auto.cpu_count() if workers is None else workers)
 
     def read(index: int) -> Pixels | None:
@@ -166,7 +168,7 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
         except (Unreadable, OSError):
             return None
 
-    with ThreadPoolExecutor(threads) as pool:
+    with Workers(threads, "plan") as pool:
         started = time.perf_counter()
         size = cache.guess(read, len(source), pool)
         rate = min(cache.SAMPLE, len(source)) / (time.perf_counter() - started)
@@ -176,13 +178,13 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
         free = gpu.gib * GIB
     else:
         device = devices.choose(settings.train.device)
-        free = fit.available(device) if device.type == "cuda" else 0.0
+        free = memory.available(device) if device.type == "cuda" else 0.0
         if GpuDecoder.suits(device):
             rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
     mode = settings.data.cache
     if mode == "gpu" and not free:
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
-    where = None if mode == "off" else cache.place(mode, size, cache.Room(fit.host_memory(), free))
+    where = None if mode == "off" else cache.place(mode, size, cache.Room(memory.host_memory(), free))
     return Sample(size, where, rate, threads)
 
 
@@ -205,19 +207,19 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
     """The device that is here, by a few steps."""
     import torch
 
-    from adclr import devices, fit, optim, speed, step, training
+    from adclr import devices, fit, jobs, memory, optim, speed, step
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
-    method = training.build(settings).to(device)
+    method = jobs.build(settings).to(device)
     gpu = device.type == "cuda"
     if gpu:
         fixed, each = fit.measure(method, settings, device, dtype)
-        whole = fit.available(device)
+        whole = memory.available(device)
         room = fit.GPU_SHARE * (whole - filled) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
         fixed, each = 20.0 * cost.parameters(settings).all, fit.estimate(settings)
-        whole = fit.host_memory()
+        whole = memory.host_memory()
         room = fit.CPU_SHARE * whole
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
     timed = micro if gpu else min(micro, CPU_IMAGES)

@@ -6,7 +6,6 @@ backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.htm
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -14,8 +13,10 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,48 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        if durable:
+            write_synced(temporary, [data])
+        else:
+            temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        sync_directory(path.parent)
+        sync(path.parent)
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """A new file, on the disk when this returns."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for piece in pieces:
+            _write_all(handle, piece)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:  # a disk that is nearly full takes a part of it, and only then says so
+        left = left[os.write(handle, left) :]
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it or, if the disk is full, nothing."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.fstat(handle).st_size
+        try:
+            _write_all(handle, data)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
 
 
 def check_writable(path: Path) -> None:
@@ -62,7 +94,8 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path} cannot be written: there is no permission for {parent}; choose another place")
 
 
-def sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file, or the names in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -86,6 +119,9 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self.trouble: OSError | None = None  # why rows are held back
+        self._held: dict[str, str] = {}  # rows by file that the disk would not take
+        self._lock = threading.RLock()
 
     # -- what it is --
 
@@ -106,7 +142,7 @@ class Run:
         except UserError as error:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self) -> Iterator[None]:
         """Only one program at a time works on a run; the lock goes with its process, however that ends."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -161,13 +197,31 @@ class Run:
     # -- what happened --
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Appends a row; one that the disk does not take is held back and written before the next."""
+        with self._lock:
+            self._held[name] = self._held.get(name, "") + json.dumps(row) + "\n"
+            try:
+                self._write_held()
+            except OSError as error:
+                self.trouble = error
+
+    def _write_held(self) -> None:
+        for name in list(self._held):
+            _append(self.path / name, self._held[name].encode())
+            del self._held[name]
+        self.trouble = None
+
+    def settle(self) -> None:
+        """All rows are on the disk when this returns."""
+        with self._lock:
+            self._write_held()
+        for path in self.path.glob("*.jsonl"):
+            sync(path)
 
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
-        """Appends a row unless one of the same `key` is there, whichever process wrote it."""
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            with contextlib.suppress(OSError):
+        """Appends a row unless one of the same `key` is there, whichever process wrote it, or the disk is full."""
+        with suppress(OSError), open(self.path / name, "a", encoding="utf-8") as file:
+            with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if all(there.get(key) != row[key] for there in self.rows(name)):
                 file.write(json.dumps(row) + "\n")

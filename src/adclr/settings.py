@@ -98,6 +98,9 @@ class Views(Section):
 class Model(Section):
     """The Vision Transformer."""
 
+    init: str | None = Field(
+        None, description="weights that student and teacher start from; the model is then theirs; null: random numbers"
+    )
     size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
     patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
     num_channels: Annotated[int, Field(ge=1, le=256)] = Field(
@@ -116,9 +119,10 @@ class Model(Section):
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="what a query attends to; 'all' is the bidirectional ablation"
     )
-    position_resampling: Literal["antialias", "plain"] = Field(
-        "antialias", description="how positions are resampled when the grid differs"
+    position_resampling: Literal["antialias", "plain", "offset"] = Field(
+        "antialias", description="how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -173,6 +177,10 @@ class Optim(Section):
         3.0, description="largest gradient norm of each parameter tensor on its own; null: none"
     )
     freeze_last_layer_epochs: NonNegative = Field(1, description="epochs in which the head's last layer stands still")
+    freeze_backbone_epochs: NonNegative | None = Field(
+        None,
+        description="epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1",
+    )
 
 
 class Train(Section):
@@ -195,22 +203,39 @@ class Train(Section):
         False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
     )
     deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
+    max_void_steps: Count = Field(
+        50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"
+    )
     log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
+    health_every_steps: Count | None = Field(
+        100, description="steps between looks at whether it collapses; null: never"
+    )
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
+    free_checkpoints: bool = Field(
+        True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
+    )
     report: bool = Field(True, description="write report.html, with pictures of three images, while it trains")
     loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 
 class Probe(Section):
-    """A kNN score of the teacher during training."""
+    """Scores of the teacher during training: kNN, matching of patches, in-context segmentation."""
 
-    data: str | None = Field(None, description="labelled folder (train/ and val/, or one that is split 80/20)")
+    data: str | None = Field(
+        None, description="labelled folder (train/ and val/, or one that is split 80/20), for a kNN score"
+    )
+    held_out: str | None = Field(
+        None, description="images that are not trained on: how often do patches find their place in another view?"
+    )
     every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
     k: Count = Field(20, description="neighbours")
     images_at_once: Count = Field(256, description="images that go through the network together")
+    pixels: str | None = Field(None, description="labelled pixels (see evaluate incontext) for in-context mIoU")
+    pixels_size: Side | None = Field(None, description="shorter side of those images; null: that of the global crops")
+    memory_size: Count = Field(102_400, description="labelled patches that in-context segmentation remembers")
 
 
 class Settings(Section):
@@ -228,6 +253,14 @@ class Settings(Section):
     @property
     def masked(self) -> bool:
         return self.method.masked_weight > 0
+
+    @property
+    def frozen_epochs(self) -> float:
+        """Epochs in which the backbone stands still."""
+        wanted = self.optim.freeze_backbone_epochs
+        if wanted is None:
+            return 0.0 if self.model.init is None else min(1.0, self.train.epochs / 10)
+        return wanted
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -258,6 +291,15 @@ class Settings(Section):
             raise ValueError(
                 f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
                 f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
+            )
+        if self.frozen_epochs and self.model.init is None:
+            raise ValueError(
+                "optim.freeze_backbone_epochs would freeze random numbers; set model.init too, or leave it out"
+            )
+        if self.frozen_epochs >= self.train.epochs:
+            raise ValueError(
+                f"optim.freeze_backbone_epochs={self.frozen_epochs:g} leaves none of the {self.train.epochs} epochs; "
+                f"set optim.freeze_backbone_epochs={self.train.epochs / 10:g} or more train.epochs"
             )
         micro = self.train.micro_batch_size
         if micro and self.train.batch_size % micro:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from adclr import fit
-from adclr.blocks import RunBlock
+from adclr.compiled import Compiled, compile_blocks
 from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.settings import Settings
-
-
-class Compiled(NamedTuple):
-    seconds: float  # that compiling took, or finding what an earlier run had compiled
-    failure: str | None  # why blocks run uncompiled although they should not
 
 
 def prepare(
@@ -28,34 +20,21 @@ def prepare(
 ) -> Compiled | None:
     """Compiles the blocks for micro-batches of `count` images, where settings ask for it; None where they do not.
 
-    A step of noise is done so that whatever goes wrong does so here, forward and backward: then blocks stay as they are
-    and the user is told. Leaves the method as it was.
+    Leaves the method as it was.
     """
-    backbones = (method.student.backbone, method.teacher.backbone)
     if settings.train.checkpoint_activations:
         method.student.backbone.checkpoint_blocks()
     if settings.train.compile == "off" or (settings.train.compile == "auto" and device.type != "cuda"):
         return None
-    plain: list[RunBlock] = [backbone.run_block for backbone in backbones]
-    started, failure = time.monotonic(), None
-    torch.compiler.reset()  # all models share one function, and 8 forms of it are kept
-    for backbone in backbones:
-        backbone.compile_blocks()
-    try:
+
+    def trial() -> None:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             losses = method(fit.random_views(settings, count, device), settings.method.teacher_temperature)
         losses.total.backward()
-        del losses
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler has many ways to fail, most of them somebody's missing compiler
-        for backbone, before in zip(backbones, plain, strict=True):
-            backbone.run_block = before
-        reason = " ".join(str(error).split("\n\n")[0].split())  # what follows is a traceback and advice on it
-        failure = f"{type(error).__name__}: {reason[:300]}"
-        print(f"the blocks could not be compiled, so training is slower ({failure})", file=sys.stderr)
+
+    compiled = compile_blocks((method.student.backbone, method.teacher.backbone), trial)
     method.forget()
-    return Compiled(time.monotonic() - started, failure)
+    return compiled
 
 
 def ready(compiled: Compiled | None) -> bool:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr import distributed, optim
 from adclr.augment import Views
+from adclr.augment.transfer import send
 from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.recorded import Recorded
@@ -44,18 +46,18 @@ class Step:
         alone = distributed.world_size() == 1
         self.model = method if alone else DistributedDataParallel(method)
         self.record = record and alone and device.type == "cuda" and accumulate == 1 and not settings.masked
-        self.recorded: dict[bool, Recorded] = {}  # by whether the last layer stands still
+        self.recorded: dict[tuple[bool, bool], Recorded] = {}  # by what stands still
 
     def __call__(self, views: Iterable[Views], values: optim.Values) -> tuple[Tensor, Tensor]:
         """The losses in the order of `method.Losses`, mean over the micro-batches, and whether the step was good."""
         if not self.record:
-            return self._take(views, values, values.freeze_last_layer)
+            return self._take(views, self._told(values), values.frozen)
         (made,) = views
-        frozen = values.freeze_last_layer
+        frozen = values.frozen
         if frozen not in self.recorded:
             self.recorded.clear()  # first, since each holds the memory of a step
             # a temperature that is not a number makes a loss that is not, and such a step changes nothing
-            void = optim.Values(0.0, 0.0, 1.0, float("nan"), frozen)
+            void = optim.Values(0.0, 0.0, 1.0, float("nan"), *frozen)
             try:
                 self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
             except (torch.OutOfMemoryError, UserError):
@@ -66,21 +68,28 @@ class Step:
                 self.method.forget()
                 reason = " ".join(str(error).split())[:200]
                 print(f"the step could not be recorded as a CUDA graph, so it is slower ({reason})", file=sys.stderr)
-                return self._take([made], values, frozen)
+                return self._take([made], self._told(values), frozen)
         losses, ok = self.recorded[frozen](made, values.numbers)
         return losses, ok
 
+    def _told(self, values: optim.Values) -> optim.Values | Tensor:
+        """A GPU is told the numbers whether it is recorded or not, so that they are rounded alike: to the bit."""
+        if self.device.type != "cuda":
+            return values
+        return send(np.array(values.numbers, np.float32), self.device)
+
     def _take(
-        self, views: Iterable[Views], values: optim.Values | Tensor, freeze_last_layer: bool
+        self, views: Iterable[Views], values: optim.Values | Tensor, frozen: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
         lr, weight_decay, momentum, temperature = values if isinstance(values, Tensor) else values.numbers
         losses = self._learn(views, temperature)
-        if freeze_last_layer:
-            for parameter in self.method.student.head.last_layer.parameters():
-                parameter.grad = None  # without a gradient it is not decayed either
+        student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
+        still = [*student.head.last_layer.parameters()] if freeze_last_layer else []
+        for parameter in [*still, *(student.backbone.parameters() if freeze_backbone else ())]:
+            parameter.grad = None  # without a gradient it is not decayed either
         ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0])
         self.optimizer.zero_grad(set_to_none=True)
-        self.method.update(momentum, ok)
+        self.method.update(momentum, ok, head_only=freeze_backbone)
         return losses, ok
 
     def _learn(self, views: Iterable[Views], teacher_temperature: float | Tensor) -> Tensor:

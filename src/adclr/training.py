@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, distributed, fit, launch, optim
+from adclr import checkpoint, continued, distributed, fit, health, journal, launch, memory, optim, snapshot
 from adclr.ahead import Ahead
-from adclr.augment import Views, render
+from adclr.augment import Views
+from adclr.compiled import Compiled
 from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.devices import autocast_dtype, choose
-from adclr.draws import combine, epoch_order, key_of
-from adclr.evals import knn
-from adclr.feed import Batch, Feed
-from adclr.heads import ProjectionHead
-from adclr.journal import Journal, Meter
-from adclr.labelled import Labelled, open_labelled
+from adclr.devices import choose
+from adclr.jobs import Job, assemble, keys_of, order, seeded, teacher, views_of
+from adclr.journal import Journal
 from adclr.launch import Launch
-from adclr.method import ADCLR, Branch
-from adclr.nvjpeg import GpuDecoder
+from adclr.probe import NAMES, Images, Probe, open_images, summary
 from adclr.report.live import Live
 from adclr.runs import Run, write_json
-from adclr.settings import Settings
-from adclr.speed import Compiled, prepare, ready, repeatable
+from adclr.signals import Signals
+from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
-from adclr.views import plan
-from adclr.weights import Weights, architecture, save_backbone
+from adclr.weights import save_backbone
+from adclr.writer import Writer
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
 
@@ -45,56 +38,6 @@ def pretrain(
     return run(launch.prepare(data, out, recipe, settings, resume))
 
 
-def build(settings: Settings) -> ADCLR:
-    """The method that settings describe, newly initialised from their seed."""
-    torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
-    method, shape = settings.method, architecture(settings)
-
-    def branch(drop_path: float) -> Branch:
-        head = ProjectionHead(
-            shape.dim,
-            method.num_prototypes,
-            method.head_hidden_dim,
-            method.head_bottleneck_dim,
-            method.train_gain,
-        )
-        return Branch(shape.build(drop_path, mask_token=settings.masked), head)
-
-    return ADCLR(
-        branch(settings.model.drop_path),
-        branch(0.0),
-        query_weight=method.query_weight,
-        masked_weight=method.masked_weight,
-        student_temperature=method.student_temperature,
-        center_momentum=method.center_momentum,
-        center=method.center,
-        target=method.target,
-        queries_in_local_views=method.queries_in_local_views,
-    )
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a pretraining consists of while it runs."""
-
-    settings: Settings
-    run: Run
-    method: ADCLR
-    optimizer: torch.optim.AdamW
-    state: checkpoint.State | None  # where it was resumed, if it was
-    schedules: optim.Schedules
-    feed: Feed
-    device: torch.device
-    dtype: torch.dtype | None  # of autocast
-    micro_batch: int  # images at once in this process
-    meter: Meter
-    fingerprint: str  # of the collection
-
-    @property
-    def accumulate(self) -> int:
-        return self.settings.train.batch_size // distributed.world_size() // self.micro_batch
-
-
 def run(launched: Launch) -> Run:
     """Runs to the end what was prepared; the same again resumes it."""
     settings, run = launched.settings, launched.run
@@ -103,22 +46,21 @@ def run(launched: Launch) -> Run:
         print(f"{run.path} is finished: {run.path}/backbone.safetensors")
         return run
     device = choose(settings.train.device)
-    probe_data = settings.probe.data or (settings.data.path if settings.data.labels else None)
-    labelled = open_labelled(probe_data) if probe_data else None
+    images = open_images(settings)
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
         repeatable(settings.train.deterministic),
     ):
         distributed.barrier()  # the directory is there, and it is ours
-        job = _assemble(launched, device)
+        job = assemble(launched, device)
         fits, step = True, None
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
             live = _live(job)
-            _train(job, start, step, Probe(job, labelled) if labelled else None, live)
+            _train(job, start, step, _probe(job, start, images), live)
         except torch.OutOfMemoryError:
             fits = False  # what fits is measured below, where the traceback no longer holds on to memory
         if not fits:
@@ -132,92 +74,11 @@ def run(launched: Launch) -> Run:
     return run
 
 
-def _assemble(launched: Launch, device: torch.device) -> Job:
-    settings, source, run = launched.settings, launched.source, launched.run
-    method = build(settings).to(device)
-    dtype = autocast_dtype(settings.train.precision, device)
-    optimizer = optim.make_optimizer(method.student, settings)
-    state = checkpoint.load(run, method, optimizer)
-    if state is not None:
-        _check_resumable(launched, state)
-
-    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
-
-    def quarantine(path: str, reason: str) -> None:
-        row = {"path": path, "reason": reason}
-        if distributed.world_size() > 1:
-            run.append_once("quarantine.jsonl", row, key="path")  # reads the file, so that no process repeats another
-        elif path not in listed:
-            run.append("quarantine.jsonl", row)
-
-    workers = settings.data.num_workers
-    feed = Feed(
-        source,
-        auto.cpu_count() if workers is None else workers,
-        decoder(settings),
-        settings.data.max_unreadable,
-        pin=device.type == "cuda",
-        on_unreadable=quarantine,
-        gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
-    )
-    gpu = fit.available(device) if device.type == "cuda" else 0.0
-    room = cache.Room(fit.host_memory() / distributed.local_world_size(), gpu)
-    show = distributed.is_main()
-    feed.store = cache.make(settings.data.cache, feed.read, len(source), feed.num_workers, room, device, show)
-    return Job(
-        settings=settings,
-        run=run,
-        method=method,
-        optimizer=optimizer,
-        state=state,
-        schedules=optim.Schedules(settings, len(source) // settings.train.batch_size),
-        feed=feed,
-        device=device,
-        dtype=dtype,
-        micro_batch=_micro_batch(settings, state, method, device, dtype),
-        meter=Meter(device),
-        fingerprint=source.fingerprint(),
-    )
-
-
-def decoder(settings: Settings) -> Decoder:
-    data = settings.data
-    return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above, data.max_side)
-
-
-def _micro_batch(
-    settings: Settings, state: checkpoint.State | None, method: ADCLR, device: torch.device, dtype: torch.dtype | None
-) -> int:
-    """The one that is set; or that of the run so far, so that drop path draws the same; or the one that fits."""
-    if settings.train.micro_batch_size:
-        return settings.train.micro_batch_size
-    if state is not None and state.processes == distributed.world_size():
-        return state.micro_batch_size
-    local_batch = settings.train.batch_size // distributed.world_size()
-    fitted = fit.fitted(method, settings, local_batch, device, dtype)
-    return int(distributed.min_(torch.tensor(float(fitted), device=device)).item())  # the same in every process
-
-
-def _check_resumable(launched: Launch, state: checkpoint.State) -> None:
-    root, run, settings = launched.source.root, launched.run, launched.settings
-    if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
-        raise UserError(
-            f"{root} does not hold the images that {run.path} was started with; "
-            "restore them or set data.allow_changed=true"
-        )
-    steps = len(launched.source) // settings.train.batch_size
-    if state.steps_per_epoch != steps:
-        raise UserError(
-            f"{root} gives {steps} steps an epoch where {run.path} had {state.steps_per_epoch}, "
-            "so its schedules no longer fit; restore the images or choose another --out"
-        )
-
-
 def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
     """Opens the files of the run; the number of steps already done."""
     run, state = job.run, job.state
     if state is not None:
-        job.meter.sums.copy_(torch.tensor(state.meter, dtype=torch.float64))
+        job.meter.restore(state.meter)
     start = 0 if state is None else state.step
     distributed.barrier()  # until all have read what the first process is about to write over
     if distributed.is_main():
@@ -225,7 +86,8 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
         data = job.settings.data.model_copy(update={"allow_changed": False})
         run.write_settings(job.settings.model_copy(update={"data": data}))
         run.add_provenance(_facts(job, launched, compiled, start))
-        for name in ("metrics.jsonl", "timing.jsonl"):
+        snapshot.tidy(run)
+        for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl"):
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
             launched.source.listing.save(run.path / launch.INDEX)
@@ -244,21 +106,9 @@ def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) ->
         "images": len(launched.source),
         "cache": None if job.feed.store is None else f"{job.feed.store.gib:.3f} GiB",
         "collection": job.fingerprint,
+        "init": job.init,
         "automatic_choice": launched.reasons,
     }
-
-
-def _order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(epoch, indices) of every micro-batch of this process, from a step on."""
-    per_epoch, batch = job.schedules.steps_per_epoch, job.settings.train.batch_size
-    local = batch // distributed.world_size()
-    for step in range(start, job.schedules.total_steps):
-        epoch, place = divmod(step, per_epoch)
-        if place == 0 or step == start:
-            order = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
-        first = place * batch + distributed.rank() * local
-        for micro in range(first, first + local, job.micro_batch):
-            yield epoch, order[micro : micro + job.micro_batch]
 
 
 def _live(job: Job) -> Live | None:
@@ -268,86 +118,66 @@ def _live(job: Job) -> Live | None:
     return Live(job.run, teacher(job), job.feed.source, job.schedules.total_steps)
 
 
-def teacher(job: Job) -> Weights:
-    data = job.settings.data
-    return Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
-
-
-def _train(job: Job, start: int, take: Step, probe: Probe | None, live: Live | None) -> None:
+def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: Live | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    batches = job.feed.batches(_order(job, start), lambda epoch, keys, sizes: plan(settings, epoch, keys, sizes))
-
-    def make(batch: Batch) -> Views:
-        return render(batch.packed.to(job.device), batch.plan, settings.data.mean, settings.data.std)
-
-    views = Ahead(batches, make, job.device)
+    views, stop = views_of(job, order(job, start)), False
     try:
-        with Journal(settings, job.run, schedules, job.meter, views, start) as journal:
-            if probe and start == 0:
-                journal.score(0, probe)
+        with (
+            Journal(settings, job.run, schedules, job.meter, views, lambda step: keys_of(job, step), start) as journal,
+            Signals(journal.say) as signals,
+            Writer(job.run, settings, journal.say) as writer,
+        ):
+            if probe and probe.missing(start):
+                journal.score(start, probe, signals)
             if live:
                 live.begin(start)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses, ok = take(_seeded(job, views, step), values)
+                losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
-                journal.step(done, values, losses, ok)
+                journal.step(done, values, losses, ok, partial(_look, job, views, values))
                 if probe and probe.due(done):
-                    journal.score(done, probe)
-                if done % every == 0 or done == total:
-                    _save(job, done)
+                    journal.score(done, probe, signals)
+                stop = signals.asked()
+                if stop or done % every == 0 or done == total:
+                    _save(job, writer, done)
+                writer.check()
                 if live:
                     live(done)
+                if stop:
+                    break
+        if stop:
+            signals.stop(done)
     finally:
         views.close()
 
 
-def _save(job: Job, done: int) -> None:
+def _look(job: Job, views: Ahead[Views], values: optim.Values) -> dict[str, float]:
+    assert views.last is not None
+    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype)
+
+
+def _probe(job: Job, start: int, images: Images | None) -> journal.Probe | None:
+    """Scores of the images there are for it, and a watch if the run has weights to lose."""
+    settings, run, schedules, teacher = job.settings, job.run, job.schedules, job.method.teacher.backbone
+    probe = None if images is None else Probe(settings, run, schedules, teacher, images, job.device)
+    if settings.model.init is None:
+        return probe
+    steps = schedules.steps_per_epoch, schedules.total_steps
+    return continued.Watch(run, settings, teacher, job.feed.source, job.device, steps, start, probe)
+
+
+def _save(job: Job, writer: Writer, done: int) -> None:
     state = checkpoint.State(
         done,
         job.schedules.steps_per_epoch,
         job.fingerprint,
-        job.meter.mean(),
+        {},
         distributed.world_size(),
         job.micro_batch,
     )
-    if distributed.is_main():
-        checkpoint.save(job.run, state, job.method, job.optimizer, job.settings.train.keep_checkpoints)
-
-
-def _seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
-    """The views of each micro-batch of a step."""
-    for micro in range(job.accumulate):
-        seen = next(views)
-        torch.manual_seed(drop_path_seed(job.settings, step, micro))
-        yield seen
-
-
-def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
-    """Drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same."""
-    return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63
-
-
-class Probe:
-    """The teacher's kNN score on labelled images; the first process takes it while the others wait."""
-
-    def __init__(self, job: Job, labelled: Labelled) -> None:
-        self.job, self.labelled, settings = job, labelled, job.settings.probe
-        self.every = settings.every_epochs * job.schedules.steps_per_epoch
-        workers = job.settings.data.num_workers or None
-        self.settings = knn.Settings(k=(settings.k,), batch_size=settings.images_at_once, num_workers=workers)
-
-    def due(self, done: int) -> bool:
-        return done % self.every == 0 or done == self.job.schedules.total_steps
-
-    def __call__(self) -> dict[str, float]:
-        job, scores = self.job, {}
-        if distributed.is_main():
-            found = knn.score(teacher(job), self.labelled, self.settings, job.device, show=False)
-            scores = {"knn_top1": found[f"knn_top1_k{min(job.settings.probe.k, int(found['num_train']))}"]}
-        distributed.barrier()
-        return scores
+    writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total(), job.meter.decoder())
 
 
 def _finish(job: Job) -> None:
@@ -364,12 +194,14 @@ def _finish(job: Job) -> None:
             "epochs": settings.train.epochs,
             "seconds_training": sum(row.get("seconds", 0.0) for row in timing),
             "images_per_second": float(np.median(speeds)) if speeds else None,
-            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / fit.GIB if job.device.type == "cuda" else None,
+            "gpu_gib": torch.cuda.max_memory_allocated(job.device) / memory.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if "knn_top1" in row],
+            "probes": [row for row in metrics if any(name in row for name in (*NAMES, "drift_cosine"))],
             "unreadable_images": len(unreadable),
         },
     )
+    if learned := summary(metrics):
+        print(learned)
     if unreadable:
         print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
     print(f"done: {run.path}/backbone.safetensors")
@@ -384,7 +216,7 @@ def _too_large(job: Job) -> str:
     fits = max(size for size in range(1, less + 1) if local % size == 0)
     if distributed.world_size() == 1:
         fits = fit.fitted(job.method, job.settings, local, job.device, job.dtype, at_most=less)
-    room = fit.available(job.device) / fit.GIB
+    room = memory.available(job.device) / memory.GIB
     return (
         f"{job.micro_batch} images at once do not fit into {room:.0f} GiB of GPU memory; "
         f"set train.micro_batch_size={fits}"

@@ -19,7 +19,9 @@ from adclr.attention import Group
 from adclr.blocks import Attention, Block, QueryKeys, RunBlock, again_block, by_group, lean_block, left, run_block
 from adclr.norm import norm
 
-PositionResampling = Literal["antialias", "plain"]
+# All bicubic: with antialiasing, without, or without and for a grid OFFSET larger, as DINO's own code has it.
+PositionResampling = Literal["antialias", "plain", "offset"]
+OFFSET = 0.1  # of a patch
 
 
 class Tokens(NamedTuple):
@@ -74,8 +76,32 @@ def _resampling(
     count = stored[0] * stored[1]
     with torch.no_grad(), torch.inference_mode(False):
         each = torch.eye(count).view(count, 1, *stored)
-        found = F.interpolate(each, size=wanted, mode="bicubic", antialias=how == "antialias")
+        if how == "offset":
+            scale = [(new + OFFSET) / old for new, old in zip(wanted, stored, strict=True)]
+            found = F.interpolate(each, scale_factor=scale, mode="bicubic")
+        else:
+            found = F.interpolate(each, size=wanted, mode="bicubic", antialias=how == "antialias")
         return found.view(count, -1).T.contiguous().to(device)
+
+
+@cache
+def _windows(grid: tuple[int, int], side: int, batch: int, device: torch.device) -> tuple[Tensor, tuple[Group, ...]]:
+    """The patches of `batch` images window by window, and the windows, those of one shape one group.
+
+    The grid is cut into as few windows as go, as equal as can be: of two heights and two widths at most, and none is
+    filled up.
+    """
+    places = torch.arange(grid[0] * grid[1]).view(grid)
+    cut = [
+        part for rows in places.tensor_split(-(-grid[0] // side)) for part in rows.tensor_split(-(-grid[1] // side), 1)
+    ]
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for part in cut:
+        shapes.setdefault(part.shape, []).append(part.flatten())
+    starts = torch.arange(batch).view(-1, 1) * places.numel()
+    order = torch.cat([(starts + torch.cat(alike)).flatten() for alike in shapes.values()])
+    groups = (Group(batch * len(alike), len(alike[0]), len(alike[0])) for alike in shapes.values())
+    return order.to(device), tuple(groups)
 
 
 class VisionTransformer(nn.Module):
@@ -99,6 +125,7 @@ class VisionTransformer(nn.Module):
         position_resampling: PositionResampling = "antialias",
         mask_token: bool = False,
         num_channels: int = 3,
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -107,6 +134,7 @@ class VisionTransformer(nn.Module):
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
         self.num_registers = num_registers
+        self.layer_scale, self.norm_eps = layer_scale, norm_eps
         self.query_keys: QueryKeys = query_keys
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
@@ -119,14 +147,15 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
         self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
         self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale) for _ in range(depth)
+            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale, norm_eps)
+            for _ in range(depth)
         )
         self.drop_path = drop_path  # of the last block, the first has none, linear in between
         self.run_block: RunBlock = run_block  # by `forward_many`
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self._initialise()
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.initialise()
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         for token in (self.cls_token, self.reg_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
@@ -139,6 +168,22 @@ class VisionTransformer(nn.Module):
         if height % self.patch_size or width % self.patch_size or not height or not width:
             raise ValueError(f"an image of {height}x{width} pixels is not divisible by patches of {self.patch_size}")
         return height // self.patch_size, width // self.patch_size
+
+    def like(self) -> VisionTransformer:
+        """A new one of the same shape: the control of everything that these weights are good for."""
+        return VisionTransformer(
+            self.dim,
+            self.depth,
+            self.num_heads,
+            self.patch_size,
+            self.input_size,
+            self.num_registers,
+            self.layer_scale,
+            query_keys=self.query_keys,
+            position_resampling=self.position_resampling,
+            num_channels=self.num_channels,
+            norm_eps=self.norm_eps,
+        )
 
     # -- tokens in --
 
@@ -202,16 +247,20 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor, queries: Tensor | None = None, mask: Tensor | None = None) -> Tokens:
         return self._forward([Input(images, queries, mask)], run_block)[0]
 
-    def forward_many(self, inputs: Sequence[Input]) -> list[Tokens]:
-        """`forward` of several inputs at once, such as crops of several sizes; in training, as fast as can be."""
-        return self._forward(inputs, self.run_block)
+    def forward_many(self, inputs: Sequence[Input], kept: Tensor | None = None) -> list[Tokens]:
+        """`forward` of several inputs at once, such as crops of several sizes; in training, as fast as can be.
 
-    def _forward(self, inputs: Sequence[Input], run: RunBlock) -> list[Tokens]:
+        `kept`, depth×2×sequences, is what drop path multiplies with, for who draws that himself.
+        """
+        return self._forward(inputs, self.run_block, kept)
+
+    def _forward(self, inputs: Sequence[Input], run: RunBlock, kept: Tensor | None = None) -> list[Tokens]:
         started = [self._start(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(Group(x.shape[0], x.shape[1], num_image) for x, num_image in started)
         wanted = tuple(item.patches for item in inputs)
         x = to_stream(torch.cat([x.flatten(0, 1) for x, _ in started]))
-        kept = self._kept(sum(group.sequences for group in groups), x.device)
+        if kept is None:
+            kept = self._kept(sum(group.sequences for group in groups), x.device)
         y = self.first_norm(x)
         for i, (block, following) in enumerate(self._with_norms()):
             last = i == self.depth - 1
@@ -244,20 +293,52 @@ class VisionTransformer(nn.Module):
         """From now on `forward_many` keeps only the inputs of blocks for backward, and runs them again there."""
         self.run_block = again_block
 
-    def intermediate(self, images: Tensor, layers: int | Sequence[int], norm: bool = True) -> list[Tokens]:
-        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise."""
+    def intermediate(
+        self, images: Tensor, layers: int | Sequence[int], norm: bool = True, kept: Tensor | None = None
+    ) -> list[Tokens]:
+        """Tokens after each of the given blocks (or of the last n), through the final norm unless told otherwise.
+
+        `kept`, depth×2×B, is what drop path multiplies with. In training blocks run as those of `forward_many` do.
+        """
         wanted = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         chosen = [layer % self.depth for layer in wanted]
+        run = self.run_block if self.training else run_block
         x, num_image = self._start(images, None, None)
         group = Group(x.shape[0], x.shape[1], num_image)
-        x = x.flatten(0, 1)
+        x = to_stream(x.flatten(0, 1))
         y = self.first_norm(x)
         found = {}
         for i, (block, following) in enumerate(self._with_norms()):
-            x, y = block(x, y, (group,), following)
+            x, y = run((block, x, y, (group,), following, None if kept is None else kept[i], None))
             if i in chosen:
-                found[i] = self._name((self.norm(x) if norm else x).unflatten(0, group[:2]), num_image)
+                seen = y if norm and following is self.norm else self.norm(x) if norm else x
+                found[i] = self._name(seen.unflatten(0, group[:2]), num_image)
         return [found[i] for i in chosen]
+
+    def in_windows(
+        self, images: Tensor, layers: Sequence[int], side: int, norm: bool = True, kept: Tensor | None = None
+    ) -> list[Tensor]:
+        """Patches after each of the given blocks, B×N×D, for large images: the other blocks look no farther than their
+        window of the grid, at most side×side patches. `[CLS]` and registers are left out, since no window has them.
+        """
+        grid, batch = self.grid_of(images.shape[2], images.shape[3]), images.shape[0]
+        run = self.run_block if self.training else run_block
+        order, windows = _windows(grid, side, batch, images.device)
+        back, count = order.argsort(), grid[0] * grid[1]
+        x = to_stream(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
+        y = self.first_norm(x)
+        found = {}
+        for i, (block, following) in enumerate(self._with_norms()):
+            factor = None if kept is None else kept[i]
+            if i in layers:
+                x, y = run((block, x, y, (Group(batch, count, count),), following, factor, None))
+                found[i] = (self.norm(x) if norm else x).unflatten(0, (batch, count))
+            else:
+                if factor is not None:
+                    factor = torch.cat([factor.repeat_interleave(w.sequences // batch, dim=1) for w in windows], dim=1)
+                x, y = run((block, x[order], y[order], windows, following, factor, None))
+                x, y = x[back], y[back]
+        return [found[layer] for layer in layers]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
         """B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""

@@ -1,25 +1,33 @@
-"""Weights of a backbone: safetensors and a JSON file that says what they are. `load` takes a run or such a file."""
+"""Weights of a backbone: safetensors and a JSON file that says what they are. `load` takes those of others too.
+
+A W, wherever one is asked for: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
+MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME. docs/weights.md.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from adclr import config
+from adclr import config, distributed, layouts, manifest, origins
 from adclr.config import Positive, Ratio, Section, UserError
+from adclr.coverage import Report, cover
 from adclr.decode import Decoder
-from adclr.runs import Run, read_json, write_atomically, write_json
+from adclr.origins import Given
+from adclr.runs import Run, write_atomically, write_json
 from adclr.settings import VIT_SIZES, Deviation, Settings, Side, Width
+from adclr.tensors import read_tensors
 from adclr.vit import VisionTransformer
 
 
@@ -37,7 +45,10 @@ class Architecture(Section):
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="see model.query_keys"
     )
-    position_resampling: Literal["antialias", "plain"] = Field("antialias", description="see model.position_resampling")
+    position_resampling: Literal["antialias", "plain", "offset"] = Field(
+        "antialias", description="see model.position_resampling"
+    )
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
 
     def build(self, drop_path: float = 0.0, mask_token: bool = False) -> VisionTransformer:
         return VisionTransformer(**self.model_dump(), drop_path=drop_path, mask_token=mask_token)
@@ -60,6 +71,7 @@ class Weights:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_value: float | None = None  # white in images of more than 8 bits
+    report: Report | None = None  # what became of the tensors of the file
 
     @property
     def decoder(self) -> Decoder:
@@ -81,7 +93,13 @@ def architecture(settings: Settings) -> Architecture:
         layer_scale=model.layer_scale,
         query_keys=model.query_keys,
         position_resampling=model.position_resampling,
+        norm_eps=model.norm_eps,
     )
+
+
+def architecture_of(vit: VisionTransformer) -> Architecture:
+    """What a backbone that is there is; the inverse of `Architecture.build`."""
+    return Architecture(**{name: getattr(vit, name) for name in Architecture.model_fields})
 
 
 def describe(settings: Settings) -> Description:
@@ -101,90 +119,170 @@ def create_backbone(name: str, **options: Any) -> VisionTransformer:
 
 
 def save_backbone(folder: Path, state: Mapping[str, Tensor], settings: Settings) -> None:
+    write_backbone(folder, state, describe(settings))
+
+
+def write_backbone(folder: Path, state: Mapping[str, Tensor], description: Description) -> None:
     """backbone.safetensors and backbone.json; the mask token stays behind, nothing but pretraining needs it."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.items() if name != "mask_token"}
-    write_json(folder / "backbone.json", describe(settings).model_dump(mode="json"))
+    write_json(folder / "backbone.json", description.model_dump(mode="json"))
     write_atomically(folder / "backbone.safetensors", save(tensors))
 
 
-def load(weights: str | Path) -> VisionTransformer:
-    """The backbone of a run (its teacher, the latest if unfinished) or of a backbone.safetensors, in eval mode."""
-    return load_weights(weights).vit
+def load(weights: str | Path, partial: bool = False) -> VisionTransformer:
+    """The backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
+    return load_weights(weights, partial).vit
 
 
-def load_weights(weights: str | Path) -> Weights:
-    path = Path(weights)
+def load_weights(
+    weights: str | Path, partial: bool = False, input_size: int | tuple[int, int] | None = None, show: bool = True
+) -> Weights:
+    """A W as a backbone and how its images are normalised.
+
+    Tensors that are missing, or that this ViT has no place for, are a refusal unless `partial`, with which the missing
+    are drawn anew. With `input_size` (height and width) positions are resampled to it once, as their makers would.
+    What became of the tensors is in `report`, and on stderr unless the weights are ours.
+    """
+    given, ours = _find(weights)
+    found = _assemble(given, ours, partial)
+    if input_size is not None:
+        found = _resized(found, (input_size, input_size) if isinstance(input_size, int) else input_size)
+    assert found.report is not None
+    if show and distributed.is_main() and (not ours or found.report.missing or found.report.resized):
+        print("\n".join(found.report.lines()), file=sys.stderr)
+    return found
+
+
+def _find(weights: str | Path) -> tuple[Given, bool]:
+    """The tensors, and whether they are ours."""
+    text = str(weights)
+    if text.startswith("timm:"):
+        return origins.from_timm(text.removeprefix("timm:")), False
+    # unlike Path.exists, os.path's take a name that is too long, or no permission, as a no
+    name, _, branch = text.rpartition("::") if "::" in text and not os.path.exists(text) else (text, "", "")
+    path = Path(name)
     if os.path.isdir(path):
-        return _load_run(path)
-    if not os.path.exists(path):  # unlike Path.exists, it takes a name that is too long, or no permission, as a no
-        raise UserError(f"weights {path} do not exist; give a run directory or its backbone.safetensors")
-    if path.suffix != ".safetensors":
-        raise UserError(f"{path} is not a .safetensors file; give a run directory or its backbone.safetensors")
+        if not os.path.exists(path / "backbone.safetensors"):
+            if os.path.exists(path / "config.json"):
+                return origins.from_folder(path, branch=branch), False
+            return _find_in_run(path), True
+        path /= "backbone.safetensors"
+    if not os.path.exists(path):
+        raise UserError(f"weights {path} do not exist; give a run directory, a file of weights or timm:NAME")
     described = path.with_suffix(".json")
-    if not described.exists():
+    if path.name == "backbone.safetensors" and not described.exists():
         raise UserError(f"{described} is missing; it lies beside {path.name} and says what the weights are")
-    return _assemble(read_tensors(path), _description(described), path)
+    given = origins.from_file(path, branch)
+    shape = given.said.get("architecture")
+    return given, isinstance(shape, dict) and Architecture.model_fields.keys() - {"norm_eps"} <= shape.keys()
 
 
-def _load_run(path: Path) -> Weights:
-    file = path / "backbone.safetensors"
-    if file.exists():
-        return load_weights(file)
+def _find_in_run(path: Path) -> Given:
     run = Run(path)
-    settings, steps = run.settings(), run.steps()
-    if settings is None or not steps:
-        raise UserError(f"{path} holds neither backbone.safetensors nor a checkpoint; give the directory of a run")
-    latest = run.checkpoints / f"step_{steps[-1]}" / "teacher.safetensors"
-    state = {
-        name.removeprefix("backbone."): tensor
-        for name, tensor in read_tensors(latest).items()
-        if name.startswith("backbone.") and name != "backbone.mask_token"
-    }
-    return _assemble(state, describe(settings), latest)
+    settings, found = run.settings(), manifest.newest(run, ["teacher.safetensors"])
+    if settings is None or found.step is None:
+        raise UserError(
+            f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"
+        )
+    latest = run.checkpoints / f"step_{found.step}" / "teacher.safetensors"
+    return Given(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
 
 
-def _description(path: Path) -> Description:
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is not a description of weights; restore it")
-    return config.build(Description, values)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def _assemble(given: Given, ours: bool, partial: bool) -> Weights:
+    path = given.source
+    named = layouts.name(given.tensors, path, given.hints)
+    said = config.flatten(given.said)
+    known = {name.removeprefix("architecture.") for name in said if name.startswith("architecture.")}
     try:
-        with open(path, "rb"):  # safetensors says of a file that may not be read that it is not there
-            return load_file(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); check it and its permissions") from None
-    except (SafetensorError, ValueError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}); restore it or use another") from None
-
-
-def _assemble(state: dict[str, Tensor], description: Description, path: Path) -> Weights:
-    try:
+        shown = layouts.shape(named, known, path)
+        description = config.build(Description, {"architecture": shown}, said)
         with torch.device("meta"):
             vit = description.architecture.build()
+    except UserError as error:
+        if not said:
+            raise
+        raise UserError(f"what is said of {path} does not fit: {error}") from None
     except ValueError as error:
         raise UserError(f"the description of {path} is of no possible backbone: {error}; restore it") from None
-    fit(vit.state_dict(), state, path)
-    for name, tensor in state.items():
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise UserError(f"{path} holds numbers that are not finite in {name}; these weights are of no use")
-    vit.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    if vit.num_channels != 3 and not {"mean", "std"} <= said.keys():
+        raise UserError(
+            f"{path} takes images of {vit.num_channels} channels, and nothing says their mean and deviation; "
+            "write both into a .json of the same name beside it"
+        )
     if not len(description.mean) == len(description.std) == vit.num_channels:
         raise UserError(f"the description of {path} has another number of means than of channels; restore it")
-    return Weights(vit.eval(), description.mean, description.std, description.max_value)
+    named = layouts.place(named, vit.grid, path)
+    missing = cover(vit.state_dict(), named.state, named.unknown, path, partial)
+    state = {name: tensor for name, tensor in named.state.items() if name in vit.state_dict() and name not in missing}
+    report = Report(
+        source=path,
+        layout="ADCLR" if ours else named.layout.name,
+        branch=given.branch,
+        taken=tuple(full for name in state for full in named.origin[name]),
+        left=(*named.left, *named.unknown, *(f for n in named.origin if n not in state for f in named.origin[n])),
+        missing=missing,
+        resized={},
+        assumed=() if ours else tuple(_assumed(named.layout, vit, known, said)),
+    )
+    if missing:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            state |= {
+                name: tensor
+                for name, tensor in description.architecture.build().state_dict().items()
+                if name in missing
+            }
+    vit.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    return Weights(vit.eval(), description.mean, description.std, description.max_value, report)
 
 
-def fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses weights of another architecture, naming the first tensor that differs."""
-    for name in [*wanted, *found]:
-        if name not in found:
-            problem = f"lacks {name}"
-        elif name not in wanted:
-            problem = f"has {name}, which this architecture does not"
-        elif wanted[name].shape != found[name].shape:
-            problem = f"has {name} of shape {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
-        else:
-            continue
-        raise UserError(f"{path} is of another architecture: it {problem}; use weights that fit the settings")
+def _assumed(layout: layouts.Layout, vit: VisionTransformer, known: set[str], said: Mapping[str, Any]) -> list[str]:
+    """What the tensors do not show, and nothing beside them says."""
+    found = []
+    if "num_heads" not in known:
+        found.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
+    if "mean" not in said and layout.name == "timm":
+        found.append("mean and deviation of ImageNet, for nothing says others")
+    if "position_resampling" not in known:
+        size = "x".join(map(str, vit.input_size))
+        found.append(
+            f"positions, stored for {size} pixels, are resampled as there: {RESAMPLED[vit.position_resampling]}"
+        )
+    return found
+
+
+RESAMPLED = {
+    "antialias": "bicubic with antialiasing",
+    "plain": "bicubic without antialiasing",
+    "offset": "bicubic without antialiasing, to a grid 0.1 patches larger",
+}
+
+
+def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
+    """The same backbone with positions stored for images of another size."""
+    old, report = weights.vit, weights.report
+    try:
+        grid = old.grid_of(*size)
+    except ValueError as error:
+        raise UserError(f"{error}; choose another input size") from None
+    if grid == old.grid:
+        return weights
+    shape = architecture_of(old).model_copy(update={"input_size": size})
+    with torch.device("meta"):
+        vit = shape.build()
+    with torch.no_grad():
+        vit.load_state_dict(old.state_dict() | {"pos_embed": old.positions(grid).clone()}, assign=True)
+    how = f"{old.grid[0]}x{old.grid[1]} to {grid[0]}x{grid[1]} patches, {RESAMPLED[old.position_resampling]}"
+    assert report is not None
+    return replace(weights, vit=vit.eval(), report=replace(report, resized={"pos_embed": how}))
+
+
+def fingerprint(weights: Weights) -> str:
+    """A hash of all that decides what these weights make of an image."""
+    vit = weights.vit
+    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling)
+    found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
+    for name, tensor in sorted(vit.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()

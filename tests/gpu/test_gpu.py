@@ -16,11 +16,12 @@ from on_gpu import CUDA, autocast, default_views, write_scenes
 from PIL import Image
 
 import adclr as package
-from adclr import fit, fused, scenes, training
+from adclr import fit, fused, jobs, scenes
 from adclr.augment import render
 from adclr.blocks import QueryKeys
 from adclr.config import build
 from adclr.feed import Batch
+from adclr.memory import GIB
 from adclr.settings import Settings
 from adclr.views import plan
 from adclr.weights import create_backbone
@@ -78,7 +79,7 @@ def test_views_are_those_of_the_cpu() -> None:
 
 def test_bfloat16_losses_are_near_float32s() -> None:
     settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     exact = method(views, 0.04)
     with autocast():
         near = method(views, 0.04)
@@ -89,7 +90,7 @@ def test_bfloat16_losses_are_near_float32s() -> None:
 def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """At full size in float32; and with the network in bfloat16, whose own rounding is then the larger."""
     settings, views = default_views(8, CUDA, masked_weight=1.0, **{"model.drop_path": 0.0})
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     found = {}
     for name, chunks, low in (("plain", False, False), ("chunks", True, False), ("bfloat16", True, True)):
         monkeypatch.setattr(fused, "possible", lambda images, chunks=chunks: chunks)
@@ -135,7 +136,7 @@ def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
 
 def test_the_micro_batch_is_fitted_to_memory() -> None:
     settings = build(Settings, {})
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     fixed, each = fit.measure(method, settings, CUDA, torch.bfloat16)
     assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
@@ -149,7 +150,7 @@ def test_the_micro_batch_is_fitted_to_memory() -> None:
         method.zero_grad(set_to_none=True)
         del losses
         predicted = fixed + count * each
-        print(f"micro-batch {count}: {peak / fit.GIB:.2f} GiB, predicted {predicted / fit.GIB:.2f}")
+        print(f"micro-batch {count}: {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}")
         assert 0.8 < predicted / peak < 1.4
     assert fit.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
 

@@ -12,7 +12,7 @@ import torch
 from on_gpu import CUDA, autocast, default_views, images_of, write_scenes
 
 import adclr as package
-from adclr import fused, training
+from adclr import fused, jobs
 from adclr.augment import Views, pack, render
 from adclr.config import build
 from adclr.settings import Settings
@@ -29,7 +29,7 @@ def test_a_step_never_waits_for_the_gpu(recorded: bool) -> None:
     from adclr.step import Step
 
     settings = build(Settings, {"masked_weight": 0.0 if recorded else 1.0, "num_prototypes": 4096})
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     packed = pack(images_of(8), pin=True)
     made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
     values = optim.Schedules(settings, 100).at(1000)
@@ -65,7 +65,7 @@ def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recor
     from adclr import optim, speed
     from adclr.step import Step
 
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     if compiled:
         found = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
         assert found is not None
@@ -107,7 +107,7 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     from adclr.step import Step
 
     settings, views = default_views(8, CUDA, **(SMALL | changes))
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     optimizer = optim.make_optimizer(method.student, settings)
     values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
     Step(settings, method, optimizer, CUDA, torch.bfloat16)([views], values)
@@ -155,7 +155,7 @@ def test_the_fast_way_has_the_gradients_of_float32() -> None:
     from adclr import attention, mlp, norm, speed
 
     settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
-    method = training.build(settings).to(CUDA)
+    method = jobs.build(settings).to(CUDA)
     found = {}
     for fast in (False, True):
         with pytest.MonkeyPatch.context() as patch:

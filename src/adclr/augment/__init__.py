@@ -127,6 +127,18 @@ def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std:
     return x.view(count, batch, *x.shape[1:])
 
 
+@torch.no_grad()
+def crop(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
+    """One crop of each image, B×C×size×size in [0, 1]: cut out, resized, perhaps flipped, and nothing else."""
+    device = packed.bytes.device
+    if device.type == "cuda" and HAS_TRITON:
+        from adclr.augment.kernels import resize_crops
+
+        return resize_crops(packed, boxes, flip, size)
+    make = resample if device.type == "cuda" else resample_each
+    return make(packed.bytes, packed.offsets, packed.sizes, boxes, flip, size, packed.num_channels)
+
+
 def _masks(grid: NDArray[np.bool_], device: torch.device) -> Masks:
     """Where the hidden patches lie is worked out on the host, so that the device need not be asked."""
     by_view = grid.transpose(1, 0, 2)  # 2×B×N

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ ENTRY = 7
 # 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
 # Of the resizing: outputs, columns and source pixels of a program's matrix product; of all else: pixels at once.
-TILE, COLUMNS, DEPTH, PIXELS = 32, 64, 32, 1024
+TILE, COLUMNS, DEPTH, PIXELS = 32, 128, 32, 1024
 WARPS, STAGES = 4, 1  # of the resizing
 HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
 
@@ -289,6 +289,41 @@ def _reflect(place, size):
     return tl.maximum(tl.where(place >= size, 2 * size - 2 - place, place), 0)
 
 
+class _Resizing(NamedTuple):
+    table: NDArray[np.int64]  # crops×ENTRY
+    numbers: NDArray[np.int64]  # of the half-resized form of each
+    groups: list[slice]  # crops that are resized together
+
+
+def _plan(packed: Any, count: int, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> _Resizing:
+    """How `count` crops of each image, view-major, are resized."""
+    sizes = np.tile(packed.sizes, (count, 1))
+    table = np.empty((len(boxes), ENTRY), np.int64)
+    table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
+    table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
+    table[:, 3:5], table[:, 5] = boxes[:, 2:], flip
+    numbers = packed.num_channels * size * boxes[:, 3]
+    groups = _groups(numbers + 2 * triton.cdiv(size, _tile(size)) * _tile(size) * _most(boxes, size))
+    for group in groups:
+        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
+    return _Resizing(table, numbers, groups)
+
+
+def _resized(packed: Any, entries: Tensor, plan: _Resizing, boxes: NDArray[np.int64], size: int) -> Tensor:
+    """Crops in [0, 1], less 0.5, in float16."""
+    out = torch.empty(len(boxes), packed.num_channels, size, size, device=entries.device, dtype=torch.float16)
+    for group in plan.groups:
+        _resize(packed.bytes, entries[group], boxes[group], int(plan.numbers[group].sum()), out[group])
+    return out
+
+
+def resize_crops(packed: Any, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
+    """B×C×size×size in [0, 1], one crop of each image."""
+    plan = _plan(packed, 1, boxes, flip, size)
+    (entries,) = send_all([plan.table], packed.bytes.device)
+    return _resized(packed, entries, plan, boxes, size).float() + 0.5
+
+
 def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """V×B×C×S×S, as the plain `augment._render` makes them."""
     device, channels, size = packed.bytes.device, packed.num_channels, crops.size
@@ -299,24 +334,14 @@ def render_crops(packed: Any, crops: planning.Crops, mean: tuple[float, ...], st
         return array.swapaxes(0, 1).reshape(number, *array.shape[2:])  # view-major, as the method wants them
 
     boxes = flat(crops.boxes)
-    sizes = np.tile(packed.sizes, (count, 1))
-    table = np.empty((number, ENTRY), np.int64)
-    table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
-    table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
-    table[:, 3:5], table[:, 5] = boxes[:, 2:], flat(crops.flip)
-    numbers = channels * size * boxes[:, 3]  # of the half-resized form of each
-    groups = _groups(numbers + 2 * triton.cdiv(size, _tile(size)) * _tile(size) * _most(boxes, size))
-    for group in groups:
-        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
+    resizing = _plan(packed, count, boxes, flat(crops.flip), size)
     choices = np.empty((number, CHOICES), np.int32)
     choices[:, 0], choices[:, 1], choices[:, 2] = flat(crops.jitter), flat(crops.grey), flat(crops.solarise)
     choices[:, 3:] = flat(crops.order)
     factors = np.empty((number, FACTORS), np.float32)
     factors[:, :4], factors[:, 4] = flat(crops.factors), flat(crops.sigma)
-    entries, chosen, drawn = send_all([table, choices, factors], device)
-    made = torch.empty(number, channels, size, size, device=device, dtype=torch.float16)
-    for group in groups:
-        _resize(packed.bytes, entries[group], boxes[group], int(numbers[group].sum()), made[group])
+    entries, chosen, drawn = send_all([resizing.table, choices, factors], device)
+    made = _resized(packed, entries, resizing, boxes, size)
     pixels = size * size
     if channels == 3 and choices[:, :2].any():
         _colours[(number,)](made, chosen, drawn, pixels, CHOICES=CHOICES, FACTORS=FACTORS, PIXELS=PIXELS)

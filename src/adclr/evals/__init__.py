@@ -1,18 +1,25 @@
-"""Evaluations: one file each, one shape each: `Settings` and `run(settings) -> dict of numbers`.
+"""Evaluations: one file each, one shape each: `Settings` and `run(settings, place) -> scores`.
 
-They know a backbone and labelled data, nothing of how the backbone was trained.
+They know a backbone and labelled data, nothing of how the backbone was trained. Scores are numbers by name, and where
+there are many, of each class for one, a table of them under one name. `place` is a path without a suffix: what else an
+evaluation writes (a picture, a trained model) lies there or in files of that name.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import time
+from hashlib import blake2b
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from adclr import config
 from adclr.config import UserError
+from adclr.runs import check_writable, provenance, write_json
 
-NAMES = ("knn",)
+NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
 
 
 def module(name: str) -> ModuleType:
@@ -21,8 +28,85 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"adclr.evals.{name}")
 
 
-def evaluate(name: str, **settings: Any) -> dict[str, float]:
-    """`evaluate("knn", weights="runs/photos", data="labelled/")`"""
-    chosen = module(name)
-    scores: dict[str, float] = chosen.run(config.build(chosen.Settings, settings))
+def recipe_of(name: str, chosen: str | None) -> dict[str, Any]:
+    """The settings of a recipe: a .yaml file, or one of recipes/evaluate that is for this evaluation."""
+    if chosen is None:
+        return {}
+    if not chosen.endswith((".yaml", ".yml")) and not chosen.startswith(f"{name}_"):
+        raise UserError(f"recipe '{chosen}' is not one of {name}{recipe_hint(name) or ', which has none'}")
+    return config.recipe(chosen, "evaluate")
+
+
+def recipe_hint(name: str) -> str:
+    known = [one for one in config.recipe_names("evaluate") if one.startswith(f"{name}_")]
+    return f" (recipes: {', '.join(known)})" if known else ""
+
+
+def evaluate(
+    name: str, out: str | Path | None = None, recipe: str | Path | None = None, **settings: Any
+) -> dict[str, Any]:
+    """`evaluate("knn", weights="runs/photos", data="labelled/")`; with `out`, a .json file, it is written there too."""
+    data = settings.get("data")
+    if isinstance(data, list | tuple):
+        settings["data"] = [os.fspath(one) for one in data]
+    layers = recipe_of(name, None if recipe is None else os.fspath(recipe)), settings
+    return score(name, config.build(module(name).Settings, *layers), None if out is None else Path(out))
+
+
+def score(name: str, settings: Any, out: Path | None, say: bool = False) -> dict[str, Any]:
+    """The scores, written to a file if there is one; in several processes by the first."""
+    from adclr import devices, distributed
+
+    place = None
+    if out is not None:
+        check_writable(out)
+        if out.is_dir():
+            raise UserError(f"{out} is a folder; give the name of a file")
+        place = out.with_suffix("") if out.suffix == ".json" else out.with_name(out.name + "-more")
+    started = time.monotonic()
+    with distributed.session(devices.choose(settings.device)):
+        scores: dict[str, Any] = module(name).run(settings, place)
+        if distributed.is_main():
+            seconds = round(time.monotonic() - started, 1)
+            if say:
+                print(f"{told(scores)}\n{seconds:.0f} seconds")
+            if out is not None:
+                facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
+                write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})
+            if out is not None and say:
+                print(f"written to {out}")
+        distributed.barrier()
     return scores
+
+
+def told(scores: dict[str, Any]) -> str:
+    """For a person: numbers and words, one a line, and a table if there is one; each class is left to the file."""
+    width = max(len(key) for key in scores)
+    lines = []
+    for key, value in scores.items():
+        if isinstance(value, float):
+            text = f"{value:.0f}" if value % 1 == 0 else f"{value:.2f}" if value > 1 else f"{value:.2g}"
+            lines.append(f"{key:<{width}} {text}")
+        elif isinstance(value, str):
+            lines.append(f"{key:<{width}} {value}")
+    if "table" in scores:
+        lines.append(importlib.import_module("adclr.evals.transfer").table(scores["table"]))
+    return "\n".join(lines)
+
+
+def file_of(name: str, settings: Any) -> Path:
+    """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart.
+
+    A run's own weights are not in the hash, so that a run can be moved; the many that may lie in one folder are.
+    """
+    weights = Path(settings.weights)
+    own = os.path.isdir(weights) or weights.name == "backbone.safetensors"
+    data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
+    places = [os.path.abspath(one) if os.path.exists(one) else one for one in data]
+    update = {
+        "weights": "" if own else weights.name,
+        "data": tuple(places) if isinstance(settings.data, tuple) else places[0],
+    }
+    hashed = blake2b(settings.model_copy(update=update).model_dump_json().encode(), digest_size=4).hexdigest()
+    named = "+".join(os.path.basename(place.rstrip("/")) for place in places)[:100]
+    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / f"{named}-{hashed}.json"

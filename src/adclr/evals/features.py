@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
+from adclr import distributed
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
+from adclr.images import centre, resize
+from adclr.labelled import Split
+from adclr.memory import host_memory
 from adclr.progress import track
 from adclr.sources import Source
 from adclr.weights import Weights
 
 AHEAD = 4  # batches prepared while the network works
-RESIZE = 256 / 224  # the shorter side before the centre crop, of the input size
+KEPT_SHARE = 0.25  # of the free memory that images may fill that are looked at more than once
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,20 @@ class Features:
 
 def prepare(image: Pixels, size: tuple[int, int]) -> Pixels:
     """Shorter side to 256/224 of the input size by bicubic resampling, then the centre: C×height×width."""
-    height, width = size
-    scale = max(height * RESIZE / image.shape[1], width * RESIZE / image.shape[2])
-    whole = max(width, round(image.shape[2] * scale)), max(height, round(image.shape[1] * scale))
-    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
-    box = (left, top, left + width, top + height)
-    channels = (Image.fromarray(channel).resize(whole, Image.Resampling.BICUBIC).crop(box) for channel in image)
-    return np.stack([np.asarray(channel) for channel in channels])
+    return resize(image, centre(size)(*image.shape[1:]))
 
 
 def prepared(
-    source: Source, size: tuple[int, int], batch_size: int, num_workers: int | None, decoder: Decoder
+    source: Source,
+    size: tuple[int, int],
+    batch_size: int,
+    num_workers: int | None,
+    decoder: Decoder,
+    chosen: Sequence[int] | None = None,
 ) -> Iterator[list[NDArray[np.uint8] | str]]:
-    """Batches of prepared images in the order of the source; the reason stands for an unreadable one."""
+    """Batches of prepared images, of all in the order of the source or of those chosen; the reason stands for an
+    unreadable one."""
+    chosen = range(len(source)) if chosen is None else chosen
 
     def one(index: int) -> NDArray[np.uint8] | str:
         try:
@@ -57,8 +61,8 @@ def prepared(
     waiting: deque[list[Future[NDArray[np.uint8] | str]]] = deque()
     pool = ThreadPoolExecutor(num_workers or os.cpu_count() or 1)
     try:
-        for start in range(0, len(source), batch_size):
-            waiting.append([pool.submit(one, i) for i in range(start, min(start + batch_size, len(source)))])
+        for start in range(0, len(chosen), batch_size):
+            waiting.append([pool.submit(one, i) for i in chosen[start : start + batch_size]])
             if len(waiting) > AHEAD:
                 yield [future.result() for future in waiting.popleft()]
         while waiting:
@@ -67,7 +71,85 @@ def prepared(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+class Album:
+    """The prepared images of a source; `shared`: in each of several processes only its part of them.
+
+    Those that are to be seen `again` are kept after the first time, if they fit into memory.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        source: Source,
+        batch_size: int = 256,
+        num_workers: int | None = None,
+        size: tuple[int, int] | None = None,
+        shared: bool = False,
+        again: bool = False,
+    ) -> None:
+        self.weights, self.source, self.batch_size, self.num_workers = weights, source, batch_size, num_workers
+        self.size = size or weights.vit.input_size
+        self.shared = shared and distributed.world_size() > 1
+        self.chosen = distributed.part(len(source)) if self.shared else range(len(source))
+        self.unreadable: dict[str, str] = {}
+        needed = len(self.chosen) * weights.vit.num_channels * self.size[0] * self.size[1]
+        self.again = again and needed <= KEPT_SHARE * host_memory() / distributed.local_world_size()
+        self.pages: list[tuple[list[int], NDArray[np.uint8]]] | None = None
+
+    def __len__(self) -> int:
+        """Batches."""
+        return -(-len(self.chosen) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[list[int], NDArray[np.uint8]]]:
+        """(which of the source, images) of each batch, without the unreadable ones."""
+        if self.pages is not None:
+            yield from self.pages
+            return
+        pages = []
+        made = prepared(
+            self.source, self.size, self.batch_size, self.num_workers, self.weights.decoder, chosen=self.chosen
+        )
+        for number, batch in enumerate(made):
+            readable = []
+            for index, image in zip(self.chosen[number * self.batch_size :], batch, strict=False):
+                if isinstance(image, str):
+                    self.unreadable[self.source.paths[index]] = image
+                else:
+                    readable.append((index, image))
+            shape = (0, self.weights.vit.num_channels, *self.size)
+            images = np.stack([image for _, image in readable]) if readable else np.zeros(shape, np.uint8)
+            page = [index for index, _ in readable], images
+            if self.again:
+                pages.append(page)
+            yield page
+        self.pages = pages if self.again else None
+
+
 @torch.no_grad()
+def look(
+    album: Album, pool: Callable[[Tensor], Tensor], device: torch.device, name: str = "features", show: bool = True
+) -> Features:
+    """`pool(images)` for every readable image, float32 throughout; of all processes together if they share it."""
+    mean = torch.tensor(album.weights.mean, device=device).view(-1, 1, 1)
+    std = torch.tensor(album.weights.std, device=device).view(-1, 1, 1)
+    values, kept = [], []
+    for indices, images in track(album, name, len(album), show):
+        if len(indices):
+            pixels = torch.from_numpy(images).to(device)
+            values.append(pool((pixels.float() / 255 - mean) / std).float().cpu())
+            kept += indices
+    source = album.source
+    if not values:
+        where = f"the {len(album.chosen)} images of {source.root} that this process reads" if album.shared else None
+        raise UserError(f"none of {where or f'the {len(source)} images of {source.root}'} can be read")
+    for path, reason in list(album.unreadable.items())[:5] if show else ():
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    found, places = torch.cat(values), torch.tensor(kept)
+    if album.shared:
+        found, places = distributed.gather(found), distributed.gather(places)
+    return Features(found, places.numpy(), album.unreadable)
+
+
 def extract(
     weights: Weights,
     source: Source,
@@ -77,28 +159,31 @@ def extract(
     num_workers: int | None = None,
     name: str = "features",
     show: bool = True,
+    size: tuple[int, int] | None = None,
+    shared: bool = False,
 ) -> Features:
-    """`pool(images)` for every readable image, float32 throughout."""
-    size = weights.vit.input_size
-    mean = torch.tensor(weights.mean, device=device).view(-1, 1, 1)
-    std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
-    values, kept, unreadable = [], [], {}
-    batches = prepared(source, size, batch_size, num_workers, weights.decoder)
-    total = -(-len(source) // batch_size)
-    for number, batch in enumerate(track(batches, name, total, show)):
-        readable = []
-        for index, image in enumerate(batch, number * batch_size):
-            if isinstance(image, str):
-                unreadable[source.paths[index]] = image
-            else:
-                readable.append((index, image))
-        if not readable:
-            continue
-        pixels = torch.from_numpy(np.stack([image for _, image in readable])).to(device)
-        values.append(pool((pixels.float() / 255 - mean) / std).float().cpu())
-        kept += [index for index, _ in readable]
-    if not values:
-        raise UserError(f"none of the {len(source)} images of {source.root} can be read")
-    for path, reason in list(unreadable.items())[:5] if show else ():
-        print(f"skipped {path}: {reason}", file=sys.stderr)
-    return Features(torch.cat(values), np.array(kept, np.int64), unreadable)
+    """`look`, once."""
+    return look(Album(weights, source, batch_size, num_workers, size, shared), pool, device, name, show)
+
+
+def labels_of(found: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
+    """The labels of the images that could be read; refuses to score what is left when too many could not."""
+    check_readable(split, len(split.labels) - len(found.kept), max_unreadable)
+    labels = split.labels[found.kept]
+    check_classes(split, labels, classes)
+    return torch.from_numpy(labels)
+
+
+def check_readable(split: Split, unreadable: int, most: float) -> None:
+    if unreadable > most * len(split.labels):
+        raise UserError(
+            f"{unreadable} of {len(split.labels)} images of {split.source.root} cannot be read; "
+            "mend them or raise max_unreadable"
+        )
+
+
+def check_classes(split: Split, left: NDArray[np.int64], classes: list[str]) -> None:
+    """`left` are the labels of the readable images."""
+    empty = np.setdiff1d(split.labels, left)
+    if len(empty):
+        raise UserError(f"no image of class {classes[empty[0]]} in {split.source.root} can be read; mend or remove it")

@@ -2,72 +2,86 @@
 
 Protocol (DINO's): `[CLS]` of the last block, L2-normalised; k = 10, 20, 100, 200; a neighbour of similarity s votes
 with exp(s / 0.07); images resized to 256/224 of the input size (shorter side, bicubic), centre crop.
-`knn_top1` is k = 20, always, so that no k is chosen by the labels it is tested on.
+`knn_top1` is k = 20, always, so that no k is chosen by the labels it is tested on; so are the numbers of each class.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config import Count, Device, Positive, Section, Several, UserError
-from adclr.devices import choose
-from adclr.evals.features import Features, extract
-from adclr.labelled import Labelled, Split, open_labelled
-from adclr.weights import Weights, load_weights
+from adclr import distributed
+from adclr.config import Count, Positive, Several
+from adclr.evals.accuracy import accuracies
+from adclr.evals.features import extract, labels_of
+from adclr.evals.task import Task, begin
+from adclr.labelled import Labelled, Split
+from adclr.vit import Tokens, VisionTransformer
+from adclr.weights import Weights
 
 HEADLINE_K = 20
 
 
-class Settings(Section):
-    weights: str = Field("", description="a run directory or backbone.safetensors")
-    data: str = Field("", description="labelled folder: train/ and val/, or one that is split 80/20")
+class Settings(Task):
+    features: Literal["cls", "mean_patch", "both"] = Field(
+        "cls", description="both: the similarity is the mean of that of [CLS] and that of the mean patch"
+    )
     k: Several[Count] = Field((10, 20, 100, 200), description="numbers of neighbours")
     temperature: Positive = Field(0.07, description="of the votes")
     batch_size: Count = Field(256, description="images at once")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
-    device: Device = Field("auto", description="auto: the GPU if there is one")
 
 
-def run(settings: Settings) -> dict[str, float]:
-    if not settings.weights or not settings.data:
-        raise UserError("knn needs both weights and labelled data; give --weights and --data")
-    labelled = open_labelled(settings.data)
-    device = choose(settings.device)
-    weights = load_weights(settings.weights)
-    weights.vit.to(device)
-    return score(weights, labelled, settings, device)
+def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
+    weights, labelled, device = begin("knn", settings)
+    return score(weights, labelled, settings, device, distributed.is_main(), place, shared=True)
+
+
+def pool(vit: VisionTransformer, features: str) -> Callable[[Tensor], Tensor]:
+    """Images -> features of length 1."""
+
+    def pooled(images: Tensor) -> Tensor:
+        tokens: Tokens = vit(images)
+        parts = []
+        if features != "mean_patch":
+            parts.append(F.normalize(tokens.cls.float(), dim=-1))
+        if features != "cls":
+            parts.append(F.normalize(tokens.patches.float().mean(dim=1), dim=-1))
+        return torch.cat(parts, dim=-1) / math.sqrt(len(parts))
+
+    return pooled
 
 
 def score(
-    weights: Weights, labelled: Labelled, settings: Settings, device: torch.device, show: bool = True
-) -> dict[str, float]:
-    """Accuracies in percent for each k, and how many images they rest on."""
-
-    unreadable = 0
+    weights: Weights,
+    labelled: Labelled,
+    settings: Settings,
+    device: torch.device,
+    show: bool = True,
+    place: Path | None = None,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """Accuracies in percent for each k, and how many images they rest on; `shared`: several processes take part."""
 
     def features(split: Split, name: str) -> tuple[Tensor, Tensor]:
-        nonlocal unreadable
-        found: Features = extract(
+        found = extract(
             weights,
             split.source,
-            lambda images: F.normalize(weights.vit(images).cls.float(), dim=-1),
+            pool(weights.vit, settings.features),
             device,
             settings.batch_size,
             settings.num_workers,
             name=name,
             show=show,
+            shared=shared,
         )
-        unreadable += len(found.unreadable)
-        labels = torch.from_numpy(split.labels[found.kept])
-        empty = sorted(set(split.labels.tolist()) - set(labels.tolist()))
-        if empty:
-            raise UserError(
-                f"no image of class {labelled.classes[empty[0]]} in {split.source.root} can be read; mend or remove it"
-            )
-        return found.values, labels
+        return found.values, labels_of(found, split, labelled.classes, settings.max_unreadable)
 
     train, train_labels = features(labelled.train, "train features")
     val, val_labels = features(labelled.val, "val features")
@@ -80,17 +94,22 @@ def score(
         ks,
         settings.temperature,
     )
-    scores: dict[str, float] = {}
+    scores: dict[str, Any] = {}
     for k, ranking in zip(ks, votes, strict=True):
         hits = ranking.cpu() == val_labels.unsqueeze(1)
-        scores[f"knn_top1_k{k}"] = 100 * hits[:, 0].float().mean().item()
-        scores[f"knn_top5_k{k}"] = 100 * hits[:, :5].any(dim=1).float().mean().item()
-    scores["knn_top1"] = scores[f"knn_top1_k{min(HEADLINE_K, len(train))}"]
-    return scores | {
-        "num_train": float(len(train)),
-        "num_val": float(len(val)),
-        "num_unreadable": float(unreadable),
-    }
+        scores[f"knn_top1_k{k}"] = 100 * hits[:, 0].double().mean().item()
+        scores[f"knn_top5_k{k}"] = 100 * hits[:, :5].any(dim=1).double().mean().item()
+    headline = votes[ks.index(min(HEADLINE_K, len(train)))]
+    num_images = len(labelled.train.labels) + len(labelled.val.labels)
+    return (
+        scores
+        | accuracies("knn", headline, val_labels, labelled.classes, place)
+        | {
+            "num_train": float(len(train)),
+            "num_val": float(len(val)),
+            "num_unreadable": float(num_images - len(train) - len(val)),
+        }
+    )
 
 
 def vote(

@@ -1,0 +1,147 @@
+"""What each measure gives: the step of ADCLR with all of them, and with one left out at a time.
+
+    python benchmarks/measures.py [--batch 256] [--json FILE] [--tiny]
+
+ViT-S/16 of `adclr_vits16`, views of noise; as in benchmarks/step.py, whose functions it uses. Compare figures of one
+run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import step as benchmark
+import torch
+
+from adclr import attention, devices, fit, fused, jobs, mlp, norm, optim
+from adclr.runs import provenance, write_json
+from adclr.speed import prepare, ready
+from adclr.step import Step, seconds
+from adclr.vit import Input, Tokens, VisionTransformer
+
+Patch = AbstractContextManager[object]
+
+
+def never(*_: object) -> bool:
+    return False
+
+
+def without(room: object, gate: str) -> Patch:
+    return mock.patch.object(room, gate, never)  # a function, which the compiler can follow
+
+
+def one_by_one(vit: VisionTransformer, inputs: Sequence[Input]) -> list[Tokens]:
+    return [vit._forward([item], vit.run_block)[0] for item in inputs]
+
+
+def all_patches(vit: VisionTransformer, inputs: Sequence[Input]) -> list[Tokens]:
+    return vit._forward([item._replace(patches=True) for item in inputs], vit.run_block)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    patches: Callable[[], list[Patch]] = list
+    compiled: bool = True
+    recorded: bool = True
+
+
+def of_crops() -> list[Patch]:
+    return [mock.patch.object(VisionTransformer, "forward_many", one_by_one)]
+
+
+def of_patches() -> list[Patch]:
+    return [mock.patch.object(VisionTransformer, "forward_many", all_patches)]
+
+
+def of_attention() -> list[Patch]:
+    return [without(attention, "fits")]
+
+
+def of_logits() -> list[Patch]:
+    return [without(fused, "possible")]
+
+
+def of_blocks() -> list[Patch]:
+    return [without(norm, "fits"), without(mlp, "fits")]
+
+
+def of_all() -> list[Patch]:
+    return [*of_crops(), *of_attention(), *of_logits(), *of_blocks()]
+
+
+CASES = [
+    Case("all measures"),
+    Case("a forward for each crop size", of_crops),
+    Case("PyTorch's attention", of_attention),
+    Case("logits of all rows in float32", of_logits),
+    Case("norms and MLPs left to the compiler", of_blocks),
+    Case("the last block of every patch", of_patches),
+    Case("not compiled", compiled=False),
+    Case("not recorded as a CUDA graph", recorded=False),
+    Case("none of them", of_all, compiled=False, recorded=False),
+]
+
+
+def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[str, float | str | None]:
+    settings = benchmark.Case("ADCLR", batch=batch).settings(tiny)
+    dtype = devices.autocast_dtype("auto", device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with ExitStack() as stack:
+        for patch in case.patches():
+            stack.enter_context(patch)
+        method = jobs.build(settings).to(device)
+        compiled = case.compiled and ready(prepare(method, settings, device, dtype, batch))
+        record = case.recorded and (compiled or not case.compiled)
+        optimizer = optim.make_optimizer(method.student, settings)
+        take = Step(settings, method, optimizer, device, dtype, record=record)
+        views = fit.random_views(settings, batch, device)
+        for _ in range(3):
+            take([views], benchmark.VALUES)
+        spent = statistics.median(seconds(lambda: take([views], benchmark.VALUES), device, 2 if tiny else 8, 3))
+    gib = torch.cuda.max_memory_allocated() / benchmark.GIB if device.type == "cuda" else None
+    return {"name": case.name, "images_per_second": batch / spent, "milliseconds": 1000 * spent, "gib": gib}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after every row")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and 4 images, to see that it runs")
+    given = parser.parse_args()
+    device, batch = devices.choose("auto"), 4 if given.tiny else given.batch
+    print(
+        f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}; torch {torch.__version__}; batch {batch}"
+    )
+    rows: list[dict[str, float | str | None]] = []
+    started = provenance()
+    for case in CASES:
+        try:
+            row = measure(case, batch, given.tiny, device)
+        except torch.OutOfMemoryError:
+            row = {"name": case.name, "images_per_second": None, "milliseconds": None, "gib": None}
+        rows.append(row)
+        first, speed, gib = rows[0]["images_per_second"], row["images_per_second"], row["gib"]
+        assert isinstance(first, float)
+        share = f"{speed:8.0f} images/s  {100 * speed / first:5.1f} %" if isinstance(speed, float) else "out of memory"
+        print(f"{case.name:<38} {share}" + (f"  {gib:5.1f} GiB" if isinstance(gib, float) else ""), flush=True)
+        if given.json:
+            write_json(given.json, {"batch": batch, "rows": rows, "provenance": started})
+        gc.collect()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

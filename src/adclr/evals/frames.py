@@ -1,0 +1,146 @@
+"""Whole images, with labels or without, as dense evaluations test on them: in batches of one size, on the device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adclr import distributed
+from adclr.augment.transfer import send
+from adclr.config import UserError
+from adclr.decode import Pixels, Unreadable
+from adclr.progress import Line
+from adclr.sources import Source
+
+AHEAD = 32  # images decoded ahead
+NUMBERS = 2**28  # of enlarged scores held at once (1 GiB)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Images of one size."""
+
+    indices: list[int]  # in the source
+    pixels: Tensor  # n×channels×height×width uint8; of labelled pixels the last channel is the label
+
+    @property
+    def images(self) -> Tensor:
+        return self.pixels[:, :-1]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.pixels[:, -1]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.pixels.shape[-2], self.pixels.shape[-1]
+
+
+class Reader:
+    """The items of a source, once, in each of several processes only its part; those it cannot read are named."""
+
+    def __init__(
+        self,
+        source: Source,
+        decoder: Callable[[bytes], Pixels],
+        device: torch.device,
+        batch_size: int,
+        num_workers: int | None,
+    ) -> None:
+        self.source, self.decoder, self.device = source, decoder, device
+        self.batch_size, self.num_workers = batch_size, num_workers or os.cpu_count() or 1
+        self.unreadable: dict[str, str] = {}
+
+    def batches(self, name: str, show: bool = True) -> Iterator[Frames]:
+        """A batch is full, or the last of its size: images wait for others of their size."""
+        waiting: dict[tuple[int, ...], list[tuple[int, Pixels]]] = {}
+        chosen = distributed.part(len(self.source))
+        with Line(name, len(chosen), show=show and distributed.is_main()) as line:
+            for done, (index, pixels) in enumerate(self._decoded(chosen), 1):
+                if isinstance(pixels, str):
+                    self.unreadable[self.source.paths[index]] = pixels
+                else:
+                    alike = waiting.setdefault(pixels.shape, [])
+                    alike.append((index, pixels))
+                    if len(alike) == self.batch_size:
+                        yield self._stacked(waiting.pop(pixels.shape))
+                line.move(done)
+            for rest in waiting.values():
+                yield self._stacked(rest)
+        for path, reason in list(self.unreadable.items())[:5] if show else ():
+            print(f"skipped {path}: {reason}", file=sys.stderr)
+
+    def num_unreadable(self, most: float) -> int:
+        """Of all processes; refuses to score what is left when too many could not be read."""
+        count = int(distributed.sum_(torch.tensor([len(self.unreadable)], device=self.device)).item())
+        if count > most * len(self.source):
+            raise UserError(
+                f"{count} of {len(self.source)} images of {self.source.root} cannot be read; "
+                "mend them or raise max_unreadable"
+            )
+        return count
+
+    def _stacked(self, alike: list[tuple[int, Pixels]]) -> Frames:
+        return Frames([index for index, _ in alike], send(np.stack([item for _, item in alike]), self.device))
+
+    def _decoded(self, chosen: Sequence[int]) -> Iterator[tuple[int, Pixels | str]]:
+        def one(index: int) -> Pixels | str:
+            try:
+                return self.decoder(self.source.read(index))
+            except (Unreadable, OSError) as error:
+                return str(error)
+
+        waiting: deque[tuple[int, Future[Pixels | str]]] = deque()
+        pool = ThreadPoolExecutor(self.num_workers)
+        try:
+            for index in chosen:
+                waiting.append((index, pool.submit(one, index)))
+                if len(waiting) > AHEAD:
+                    number, future = waiting.popleft()
+                    yield number, future.result()
+            while waiting:
+                number, future = waiting.popleft()
+                yield number, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def fitting(size: tuple[int, int], side: int, unit: int, most: float = 4.0) -> tuple[int, int]:
+    """The size whose shorter side is about `side`, and the longer at most `most` times that, in whole units."""
+    scale = min(side / min(size), most * side / max(size))
+    tall, wide = (unit * max(1, round(n * scale / unit)) for n in size)
+    return tall, wide
+
+
+def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """n×C×height×width uint8 -> float32 in [0, 1]; bilinear, antialiased where they are made smaller."""
+    pixels = images.float() / 255
+    if images.shape[-2:] == size:
+        return pixels
+    return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)
+
+
+def likeliest(scores: Tensor, size: tuple[int, int]) -> Tensor:
+    """n×K×h×w -> n×height×width: scores enlarged, and the class of the largest; of a few classes at once."""
+    batch, num_classes = scores.shape[:2]
+    at_once = max(1, NUMBERS // (batch * size[0] * size[1]))
+    best = chosen = None
+    for first in range(0, num_classes, at_once):
+        enlarged = F.interpolate(scores[:, first : first + at_once].float(), size=size, mode="bilinear")
+        top, which = enlarged.max(dim=1)
+        if best is None or chosen is None:
+            best, chosen = top, which
+        else:
+            chosen = torch.where(top > best, which + first, chosen)
+            best = torch.maximum(best, top)
+    assert chosen is not None
+    return chosen

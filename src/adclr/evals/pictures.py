@@ -1,0 +1,101 @@
+"""Pictures of predictions: a few images, what is there, and what was said to be there."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from adclr import distributed
+from adclr.evals.frames import Frames
+from adclr.runs import write_atomically
+from adclr.segmented import IGNORE
+
+HEIGHT, MARGIN, LINE = 240, 6, 20  # pixels
+NAMED = 24  # classes that the legend names, those that cover most
+OPAQUE = 0.6  # of the colours over the image
+
+
+def palette(count: int) -> NDArray[np.uint8]:
+    """Colours that neighbours in number do not share: hues by the golden ratio, in three lightnesses."""
+    made = [colorsys.hsv_to_rgb(n * 0.61803 % 1, 0.9 - 0.25 * (n % 3), 1.0 - 0.2 * (n // 3 % 3)) for n in range(count)]
+    return (np.array(made) * 255).round().astype(np.uint8)
+
+
+def spread(count: int, wanted: int) -> set[int]:
+    """As many numbers below `count`, far from each other."""
+    return {int(n) for n in np.linspace(0, count - 1, min(count, wanted)).round()} if count and wanted else set()
+
+
+def painted(image: NDArray[np.uint8], labels: NDArray[np.int64], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """height×width×3: classes in colour over the image; what is ignored stays as it is."""
+    known = labels != IGNORE
+    over = image.astype(np.float64)
+    over[known] = (1 - OPAQUE) * over[known] + OPAQUE * colours[labels[known]]
+    return over.round().astype(np.uint8)
+
+
+def to_rgb(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """C×height×width -> height×width×3; of other channels than three the first as grey."""
+    return np.ascontiguousarray((image if len(image) == 3 else image[:1].repeat(3, axis=0)).transpose(1, 2, 0))
+
+
+class Pictures:
+    """Of the first process's images, some that are spread over them."""
+
+    def __init__(self, classes: list[str], count: int, total: int) -> None:
+        own = distributed.part(total)
+        self.wanted = {own[n] for n in spread(len(own), count)} if distributed.is_main() else set()
+        self.classes, self.colours = classes, palette(len(classes))
+        self.rows: dict[int, list[NDArray[np.uint8]]] = {}
+        self.seen = np.zeros(len(classes), np.int64)  # pixels of each class in them
+
+    def add(self, frames: Frames, predicted: Tensor) -> None:
+        for place, index in enumerate(frames.indices):
+            if index in self.wanted:
+                image = to_rgb(frames.images[place].cpu().numpy())
+                maps = [labels[place].cpu().long().numpy() for labels in (frames.labels, predicted)]
+                self.rows[index] = [image, *(painted(image, labels, self.colours) for labels in maps)]
+                for labels in maps:
+                    self.seen += np.bincount(labels[labels != IGNORE], minlength=len(self.classes))
+
+    def write(self, place: Path) -> None:
+        """PLACE.png: a row for each image, and which colour is which class."""
+        if not self.rows:
+            return
+        cells = [[_shrunk(cell) for cell in self.rows[index]] for index in sorted(self.rows)]
+        named = [int(c) for c in np.argsort(-self.seen, kind="stable")[:NAMED] if self.seen[c]]
+        width = max(sum(cell.width + MARGIN for cell in row) for row in cells) + MARGIN
+        columns = max(1, width // 180)
+        legend = LINE * -(-len(named) // columns)
+        sheet = Image.new("RGB", (width, LINE + len(cells) * (HEIGHT + MARGIN) + legend + MARGIN), "white")
+        pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
+        for row, line in enumerate(cells):
+            left = MARGIN
+            for title, cell in zip(("image", "labels", "predicted"), line, strict=True):
+                if row == 0:
+                    pen.text((left, 2), title, fill="black", font=font)
+                sheet.paste(cell, (left, LINE + row * (HEIGHT + MARGIN)))
+                left += cell.width + MARGIN
+        top = LINE + len(cells) * (HEIGHT + MARGIN)
+        for number, label in enumerate(named):
+            x, y = MARGIN + number % columns * 180, top + number // columns * LINE
+            pen.rectangle((x, y + 3, x + 12, y + 15), fill=tuple(self.colours[label].tolist()))
+            pen.text((x + 18, y + 2), self.classes[label][:22], fill="black", font=font)
+        save_png(sheet, place)
+
+
+def _shrunk(pixels: NDArray[np.uint8]) -> Image.Image:
+    height, width = pixels.shape[:2]
+    return Image.fromarray(pixels).resize((max(1, round(width * HEIGHT / height)), HEIGHT))
+
+
+def save_png(sheet: Image.Image, place: Path) -> None:
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    write_atomically(place.with_name(place.name + ".png"), buffer.getvalue())

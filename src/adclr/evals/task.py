@@ -1,0 +1,46 @@
+"""What every evaluation begins with: weights, labelled images and a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+
+from adclr.config import Device, Ratio, Section, UserError
+from adclr.devices import choose
+from adclr.draws import combine, key_of
+from adclr.labelled import Labelled, open_labelled
+from adclr.weights import Weights, load_weights
+
+
+class Conditions(Section):
+    weights: str = Field("", description="a run directory, a file or folder of weights, or timm:NAME")
+    partial: bool = Field(False, description="take weights that do not cover the whole backbone")
+    from_scratch: bool = Field(False, description="the control: the same ViT, newly initialised")
+    seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
+    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which nothing is scored")
+    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
+    device: Device = Field("auto", description="auto: the GPU if there is one")
+
+
+class Task(Conditions):
+    data: str = Field("", description="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR")
+
+
+def begin(name: str, settings: Task) -> tuple[Weights, Labelled, torch.device]:
+    """The weights lie on the device."""
+    if not settings.weights or not settings.data:
+        raise UserError(f"{name} needs both weights and labelled data; give --weights and --data")
+    labelled = open_labelled(settings.data)
+    device = choose(settings.device)
+    return weights_of(settings, device), labelled, device
+
+
+def weights_of(settings: Conditions, device: torch.device) -> Weights:
+    weights = load_weights(settings.weights, settings.partial)
+    if settings.from_scratch:
+        torch.manual_seed(combine(settings.seed, key_of("initial weights")) % 2**63)
+        weights = replace(weights, vit=weights.vit.like().eval())
+    weights.vit.to(device)
+    return weights

@@ -1,0 +1,120 @@
+"""What the teacher scores during training: kNN on labelled images, in-context segmentation on labelled pixels, and
+matching of patches on images without labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adclr import distributed
+from adclr.collection import open_source
+from adclr.evals import incontext, knn, matching
+from adclr.labelled import Labelled, open_labelled
+from adclr.optim import Schedules
+from adclr.runs import Run
+from adclr.segmented import Segmented, check, open_segmented
+from adclr.settings import Settings
+from adclr.signals import Signals
+from adclr.sources import Source
+from adclr.vit import VisionTransformer
+from adclr.weights import Weights
+
+NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
+
+
+@dataclass(frozen=True)
+class Images:
+    """What the probes look at."""
+
+    labelled: Labelled | None
+    held_out: Source | None
+    segmented: Segmented | None
+
+
+def open_images(settings: Settings) -> Images | None:
+    """None if no probe is wanted."""
+    labelled = settings.probe.data or (settings.data.path if settings.data.labels else None)
+    held_out, pixels = settings.probe.held_out, settings.probe.pixels
+    if not labelled and not held_out and not pixels:
+        return None
+    segmented = open_segmented(pixels) if pixels else None
+    if segmented is not None:
+        check(segmented, settings.data.num_workers or None)
+    source = open_source(held_out) if held_out else None
+    return Images(open_labelled(labelled) if labelled else None, source, segmented)
+
+
+class Probe:
+    """`scores = probe(signals)` in all processes; the first one takes them while the others wait."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: Run,
+        schedules: Schedules,
+        vit: VisionTransformer,
+        images: Images,
+        device: torch.device,
+    ) -> None:
+        self.run, self.images, self.device, self.k = run, images, device, settings.probe.k
+        self.total_steps, data = schedules.total_steps, settings.data
+        self.every = settings.probe.every_epochs * schedules.steps_per_epoch
+        self.teacher = Weights(vit, data.mean, data.std, data.max_value)
+        common: dict[str, Any] = {
+            "batch_size": settings.probe.images_at_once,
+            "num_workers": settings.data.num_workers or None,
+        }
+        # a broken image of the probe is no reason to end a run
+        self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
+        self.matching = matching.Settings(**common)
+        size, workers = settings.probe.pixels_size or settings.views.global_size, common["num_workers"]
+        self.dense = incontext.Settings(
+            size=size, memory_size=settings.probe.memory_size, num_workers=workers, max_unreadable=1.0
+        )
+
+    def due(self, done: int) -> bool:
+        return done % self.every == 0 or done == self.total_steps
+
+    def missing(self, start: int) -> bool:
+        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
+        rows = [row for row in self.run.rows("metrics.jsonl") if row.get("step") == start]
+        return self.due(start) and not any(name in row for row in rows for name in NAMES)
+
+    def __call__(self, signals: Signals) -> dict[str, float]:
+        """Nothing if a signal came."""
+        alone = distributed.world_size() == 1
+        dense = {} if alone else self._score_pixels()  # in which all processes take part
+        scores = signals.cut_short(self._score) if distributed.is_main() else None
+        distributed.barrier()
+        return scores | dense if scores is not None else {}
+
+    def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
+        return None
+
+    def _score(self) -> dict[str, float]:
+        scores, images = {}, self.images
+        if images.labelled is not None:
+            found = knn.score(self.teacher, images.labelled, self.knn, self.device, show=False)
+            scores["knn_top1"] = found[f"knn_top1_k{min(self.k, int(found['num_train']))}"]
+        if images.held_out is not None:
+            found = matching.score(self.teacher, images.held_out, self.matching, self.device, show=False)
+            scores["patch_matching"] = found["patch_matching"]
+        return scores | (self._score_pixels() if distributed.world_size() == 1 else {})
+
+    def _score_pixels(self) -> dict[str, float]:
+        if self.images.segmented is None:
+            return {}
+        found = incontext.score(self.teacher, self.images.segmented, self.dense, self.device, show=False)
+        return {"incontext_miou": found["incontext_miou"]}
+
+
+def summary(rows: list[dict[str, Any]]) -> str | None:
+    """What the scores without labels say at the end, if there were any."""
+    scores = [row["patch_matching"] for row in rows if "patch_matching" in row]
+    if len(scores) < 2:
+        return None
+    verdict = "it has learned" if scores[-1] > scores[0] else "no sign that it has learned"
+    share = f"{scores[-1]:.1f} % of cases, {scores[0]:.1f} % untrained"
+    return f"patches find their place in another view in {share}: {verdict}"
