@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, fit, launch, memory, snapshot, training
+from adclr import config, fit, launch, memory, snapshot
 from adclr.config import UserError
 from adclr.evals import knn
 from adclr.runs import Run, check_writable
+from adclr.settings import Settings
 from tiny import TINY, Adclr, tiny, words
 
 
@@ -248,7 +249,7 @@ def test_yaml_is_data(tmp_path: Path) -> None:
     ):
         recipe.write_text(text)
         with pytest.raises(UserError, match=message):
-            config.build(training.Settings, config.recipe(str(recipe)))
+            config.build(Settings, config.recipe(str(recipe)))
 
 
 def test_names_are_not_given_twice_or_in_the_wrong_place(images: Path, tmp_path: Path) -> None:
