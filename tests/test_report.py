@@ -82,7 +82,15 @@ def test_a_run_writes_its_own_page_with_pictures_over_time(run: Path) -> None:
     assert len(reader.links) == 1 + len(moments)
     assert all(link.startswith("data:image/jpeg;base64,") for link in reader.links)  # nothing from anywhere
     assert "default-src 'none'" in text
-    for name in ("loss", "global loss", "query loss", "kNN accuracy", "entropy of the targets", "images per second"):
+    for name in (
+        "loss",
+        "global loss",
+        "query loss",
+        "kNN accuracy",
+        "entropy of the targets",
+        "directions of [CLS]",
+        "images per second",
+    ):
         assert f"<b>{name}" in text
     assert "masked loss" not in text  # it was not used
     assert ">finished<" in text
@@ -153,10 +161,15 @@ def test_words_of_health_are_said(run: Path, tmp_path: Path) -> None:
         )
         return " ".join(word.text for word in measures.verdict(story.read(folder)))
 
-    assert "nearly uniform" in words([{"teacher_entropy": 0.5}, {"teacher_entropy": 0.99}])
-    assert "all on one prototype" in words([{"teacher_entropy": 0.001, "loss_global": 0.01}])
-    assert "neither uniform nor constant" in words([{"teacher_entropy": 0.001, "loss_global": 2.0}])
-    assert "nothing was learned" in words([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
+    def looks(kl: float, entropy: float = 0.9, rank: float = 8.0) -> dict[str, object]:
+        return {"target_kl": kl, "target_entropy": entropy, "rank_cls": rank}
+
+    assert "Uniform collapse" in words([looks(0.2), *[looks(1e-5, 0.99)] * 3])
+    assert "Constant collapse" in words([looks(0.2), *[looks(1e-5, 0.01)] * 3])
+    assert "Dimensional collapse" in words([looks(0.2), *[looks(0.2, rank=1.0)] * 3])
+    assert "does not collapse" in words([looks(0.2)] * 4)
+    assert words([looks(1e-5)]) == ""  # too early to say
+    assert "no sign that it has learned" in words([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
     assert "had been 50.0 %" in words([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
     assert "3 steps were void" in words([{"voided_steps": 3}])
     assert "it collapses" in words([{"health": "it collapses"}, {"health": "it collapses"}])

@@ -28,7 +28,10 @@ class Band:
     """Where a measure is healthy."""
 
     low: float
-    high: float
+    high: float  # infinite where more is never bad
+
+    def __str__(self) -> str:
+        return f"above {number(self.low)}" if math.isinf(self.high) else f"{number(self.low)} to {number(self.high)}"
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -75,7 +78,9 @@ def chart(
     if floor is not None:
         low = min(low, floor)
     if band:  # so much of it that one sees where it is
-        low, high = min(low, max(band.low, low - (high - low))), max(high, min(band.high, high + (high - low)))
+        span = high - low
+        low = min(low, max(band.low, low - span))
+        high = high if math.isinf(band.high) else max(high, min(band.high, high + span))
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * max(abs(low), 1e-3), high + 0.5 * max(abs(high), 1e-3)
     room = 0.04 * (high - low)
@@ -114,7 +119,7 @@ def chart(
             dot = f'<circle style="fill:var(--c{line.style % len(DASHES)})" r="2.5"'
             parts += [f'{dot} cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"/>' for x, y in points]
     ends = "; ".join(f"{line.name} ends at {number(points[-1][1])}" for line, points in drawn)
-    healthy = f' <span class="healthy">healthy {number(band.low)} to {number(band.high)}</span>' if band else ""
+    healthy = f' <span class="healthy">healthy {band}</span>' if band else ""
     caption = (
         f'<figcaption><b>{escape(title)}</b> <span class="read"></span>{healthy}<br>{escape(meaning)}</figcaption>'
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from adclr import health
 from adclr.report.charts import Band
 from adclr.report.story import Story
 
@@ -23,13 +24,31 @@ LOSSES = {
     "loss_query": Measure("query loss", "ADCLR's: a query's answer in one view against that in the other", floor=0),
     "loss_masked": Measure("masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
 }
-SCORES = {"knn_top1": Measure("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe")}
+SCORES = {
+    "knn_top1": Measure("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe"),
+    "patch_matching": Measure(
+        "patches matched, %", "that find their place in another view of images it does not train on"
+    ),
+    "incontext_miou": Measure("in-context mIoU, %", "of the teacher's patches, by the labelled pixels of the probe"),
+}
 HEALTH = {
     "teacher_entropy": Measure(
-        "entropy of the targets",
-        "of ln K; 1 is the same weight on every prototype, 0 is all on one",
-        Band(0.02, 0.95),
-        0,
+        "entropy of the targets", "of ln K; 1 is the same weight on every prototype, 0 is all on one", floor=0
+    ),
+    "target_kl": Measure(
+        "what targets tell of an image, nats", "from each target to the mean of all; 0 is nothing", floor=0
+    ),
+    "prototypes_used": Measure("prototypes in use", "of as many as there are images or prototypes", floor=0),
+    "loss_of_log_k": Measure("global loss of ln K", "1 is what knowing nothing costs", floor=0),
+    "rank_cls": Measure("directions of [CLS]", "effective rank: in how many directions images differ", floor=0),
+    "rank_patches": Measure("directions of patches", "effective rank", floor=0),
+    "rank_queries": Measure("directions of queries", "effective rank", floor=0),
+    "deviation_cls": Measure("deviation of [CLS]", "of features of length 1, from image to image", floor=0),
+    "deviation_patches": Measure("deviation of patches", "of features of length 1", floor=0),
+    "deviation_queries": Measure("deviation of queries", "of features of length 1", floor=0),
+    "queries_in_cls": Measure("[CLS] that follow the queries", "and not their image", Band(0, health.LEAK), floor=0),
+    "teacher_student_distance": Measure(
+        "distance of student and teacher", "of their weights, of the teacher's", floor=0
     ),
 }
 SPEED = {"images_per_second": Measure("images per second", "of training, all processes together", floor=0)}
@@ -42,7 +61,7 @@ SCHEDULES = {
         "void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
     ),
 }
-HIDDEN = {"seconds", "seconds_waiting_for_images"}  # shown as a share of the time
+HIDDEN = {"seconds", "seconds_waiting_for_images", "target_entropy"}  # a share of the time; the entropy of a batch
 
 
 def others(stories: Sequence[Story]) -> dict[str, Measure]:
@@ -57,34 +76,29 @@ class Word(NamedTuple):
     text: str
 
 
-TAIL = 0.1  # of a curve, over which it is judged
-UNIFORM, CONSTANT = 0.95, 0.02  # of ln K
+def with_bands(stories: Sequence[Story]) -> dict[str, Measure]:
+    """The measures of health, with the range in which the doctor says nothing; it hangs on the untrained network."""
+    found = dict(HEALTH)
+    first = [story.looks[0] for story in stories if story.looks]
+    for name, least, share in (
+        ("target_kl", health.NATS, health.TOLD),
+        *((f"rank_{kind}", health.DIRECTIONS, health.RANK) for kind in ("cls", "patches", "queries")),
+    ):
+        limits = [max(least, share * look[name]) for look in first if name in look]
+        if limits:
+            found[name] = found[name]._replace(healthy=Band(max(limits), math.inf))
+    return found
 
 
 def verdict(story: Story) -> list[Word]:
     """What a look at the curves would tell."""
     found = [Word(False, words) for _, words in story.said]
-    entropy, loss = _tail(story, "teacher_entropy"), _tail(story, "loss_global")
-    prototypes = story.settings.get("method.num_prototypes")
-    most = math.log(prototypes) if isinstance(prototypes, int) and prototypes > 1 else None
-    if entropy is not None and entropy > UNIFORM:
-        found.append(
-            Word(
-                False,
-                f"The targets are nearly uniform (entropy {entropy:.2f} of ln K), so the teacher tells nothing apart: "
-                "lower method.teacher_temperature, or let it warm up for longer.",
-            )
-        )
-    elif entropy is not None and loss is not None and most and entropy < CONSTANT and loss < 0.05 * most:
-        found.append(
-            Word(
-                False,
-                f"The targets are all on one prototype (entropy {entropy:.3f} of ln K) and the loss is nearly 0: every "
-                "image looks the same to the teacher. Set method.center_momentum to 0.9 and lower optim.lr.",
-            )
-        )
-    elif entropy is not None:
-        found.append(Word(True, f"The targets are neither uniform nor constant (entropy {entropy:.2f} of ln K)."))
+    finding = health.diagnose(story.looks)
+    if finding is not None:
+        found.append(Word(False, f"{finding.name.capitalize()}: {finding.words}."))
+    elif len(story.looks) > health.IN_A_ROW:
+        told = story.looks[-1]["target_kl"]
+        found.append(Word(True, f"It does not collapse: the teacher tells images apart by {told:.2g} nats."))
     found += _score_words(story)
     if story.seconds and story.waited > 0.2 * story.seconds:
         share = story.waited / story.seconds
@@ -94,7 +108,7 @@ def verdict(story: Story) -> list[Word]:
                 f"{share:.0%} of the time went into waiting for images: use data.cache, or more data.num_workers.",
             )
         )
-    void = sum(value for _, value in story.curves.get("voided_steps", ()))
+    void = sum(value for _, value in story.curves.get("voided_steps", ()))  # of which voided.jsonl says more
     if void:
         found.append(Word(False, f"{void:.0f} steps were void, their losses or gradients not finite."))
     if story.unreadable:
@@ -103,20 +117,15 @@ def verdict(story: Story) -> list[Word]:
 
 
 def _score_words(story: Story) -> list[Word]:
-    scores = story.curves.get("knn_top1", [])
-    if len(scores) < 2:
-        return []
-    first, last, best = scores[0][1], scores[-1][1], max(value for _, value in scores)
-    change = f"kNN went from {first:.1f} % to {last:.1f} %"
-    if last <= first:
-        return [Word(False, f"{change}: nothing was learned that neighbours would show.")]
-    fell = f", but it had been {best:.1f} %" if last < best - 1 else ""
-    return [Word(not fell, f"{change}{fell}.")]
-
-
-def _tail(story: Story, name: str) -> float | None:
-    points = story.curves.get(name)
-    if not points:
-        return None
-    values = [value for _, value in points[-max(1, round(TAIL * len(points))) :]]
-    return sum(values) / len(values)
+    found = []
+    for name, measure in SCORES.items():
+        scores = [value for _, value in story.curves.get(name, ())]
+        if len(scores) < 2:
+            continue
+        change = f"{measure.title.removesuffix(', %')} went from {scores[0]:.1f} % to {scores[-1]:.1f} %"
+        if scores[-1] <= scores[0]:
+            found.append(Word(False, f"{change}: no sign that it has learned."))
+        else:
+            fell = f", but it had been {max(scores):.1f} %" if scores[-1] < max(scores) - 1 else ""
+            found.append(Word(not fell, f"{change}{fell}."))
+    return found

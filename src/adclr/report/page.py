@@ -33,7 +33,7 @@ def render(stories: Sequence[Story]) -> str:
         _section("differences", "What differs in the settings", _differences(stories)) if not one else "",
         _section("losses", "Losses", _charts(stories, measures.LOSSES)),
         _section("scores", "Scores while training", _charts(stories, measures.SCORES)),
-        _section("measures", "Health", _charts(stories, measures.HEALTH | measures.others(stories))),
+        _section("measures", "Health", _charts(stories, measures.with_bands(stories) | measures.others(stories))),
         _section("pictures", "What it sees, over training", "".join(_pictures(story, not one) for story in stories)),
         _section("evaluations", "Evaluations", _evaluations(stories)),
         _section("speed", "Speed", _charts(stories, measures.SPEED) + _time(stories)),

@@ -45,6 +45,7 @@ class Story:
     starts: list[dict[str, Any]]
     results: dict[str, Any] | None  # None while it trains
     curves: dict[str, Points]  # numbers of metrics.jsonl and timing.jsonl by name
+    looks: list[dict[str, float]]  # measures of health, the first of the untrained network
     said: list[tuple[float, str]]  # (step, words) that stand in the metrics
     scores: list[Scores]
     moments: list[Moment]
@@ -82,6 +83,7 @@ def read(path: str | Path) -> Story:
         starts=_starts(run),
         results=results,
         curves=_curves([*metrics, *timing], per_step),
+        looks=_looks(metrics),
         said=_said(metrics),
         scores=_scores(run.path / "evals"),
         moments=_moments(run.path / PICTURES),
@@ -145,6 +147,16 @@ def _curves(rows: Iterable[dict[str, Any]], per_step: float) -> dict[str, Points
             if name not in ("step", "epoch") and value is not None:
                 found.setdefault(name, []).append((step * per_step if epoch is None else epoch, value))
     return {name: sorted(points) for name, points in found.items()}
+
+
+def _looks(rows: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
+    """Rows in which the health was measured, whole."""
+    found = []
+    for row in rows:
+        numbers = {name: value for name, held in row.items() if (value := _number(held)) is not None}
+        if numbers.keys() >= {"target_kl", "target_entropy"}:
+            found.append(numbers)
+    return found
 
 
 def _said(rows: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
