@@ -108,7 +108,7 @@ def run(launched: Launch) -> Run:
     labelled = open_labelled(probe_data) if probe_data else None
     segmented = open_segmented(settings.probe.pixels) if settings.probe.pixels else None
     if segmented is not None:
-        check(segmented, settings.data.num_workers or None)
+        check(segmented, settings.data.num_workers or None, show=distributed.local_rank() == 0)
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
