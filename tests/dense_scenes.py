@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
-from adclr import config, scenes
+from adclr import cli, config, scenes
 from adclr import weights as weights_room
 from adclr.settings import Settings
 from adclr.vit import VisionTransformer
@@ -59,16 +60,28 @@ def saved(folder: Path, dim: int = 32, depth: int = 2) -> Path:
 
 
 def evaluated(name: str, processes: int, weights: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    """The scores of `adclr evaluate`, run as a user does."""
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command += ["adclr", "evaluate", name, "--weights", str(weights), "--data", str(data), "--out", str(out)]
+    """The scores of `adclr evaluate`, run as a user does; in one process, this one."""
+    command = ["evaluate", name, "--weights", str(weights), "--data", str(data), "--out", str(out)]
     command += words({"device": "cpu", "num_workers": 1} | settings)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    if processes == 1:
+        cli.main(command)
+    else:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        done = subprocess.run([*start, "-m", "adclr", *command], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
     scores: dict[str, Any] = json.loads(out.read_text())["scores"]
     return scores
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command says that ends with exit code 2: one line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(word) for word in words])
+    assert caught.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("adclr: ")]
+    assert len(said) == 1
+    return said[0]
 
 
 def striped(height: int, width: int, channels: int = 3) -> np.ndarray:

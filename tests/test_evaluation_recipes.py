@@ -15,7 +15,6 @@ from adclr.config import UserError
 from adclr.evals import mask_rcnn
 from adclr.settings import Settings
 from dense_scenes import instances, saved, segmented
-from tiny import Adclr
 
 NAMES = config.recipe_names("evaluate")
 
@@ -36,7 +35,12 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+SOME = ("segmentation_small_fpn", "segmentation_upernet", "detection_small", "incontext_full")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
+)
 def test_every_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is but for size: fewer and smaller everything."""
     monkeypatch.setattr(mask_rcnn, "WIDTH", 16)
@@ -52,7 +56,7 @@ def test_every_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert scores["num_val"] == 2
 
 
-def test_a_recipe_is_of_its_evaluation(tmp_path: Path, adclr: Adclr) -> None:
+def test_a_recipe_is_of_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"recipe 'detection_1x' is not one of segmentation \(recipes: seg"):
         evals.recipe_of("segmentation", "detection_1x")
     with pytest.raises(UserError, match="is not one of knn, which has none"):
@@ -61,9 +65,8 @@ def test_a_recipe_is_of_its_evaluation(tmp_path: Path, adclr: Adclr) -> None:
         evals.recipe_of("segmentation", "segmentation_fpm")
     (tmp_path / "own.yaml").write_text("k: 7\n")
     assert evals.recipe_of("incontext", str(tmp_path / "own.yaml")) == {"k": 7}
-    told = adclr("evaluate", "detection", "--help")
-    assert told.returncode == 0
-    assert "settings of detection (recipes: detection_1x, detection_small):" in told.stdout
+    cli.main(["evaluate", "detection", "--help"])
+    assert "settings of detection (recipes: detection_1x, detection_small):" in capsys.readouterr().out
 
 
 def test_every_command_and_setting_of_the_page_is_understood() -> None:

@@ -21,8 +21,7 @@ from adclr.evals.pyramid import BatchNorm, Pyramid, blocks_at
 from adclr.evals.segmentation import Segmenter, Settings, protocol_of
 from adclr.evals.windows import predict, sliding, starts, whole
 from adclr.segmented import IGNORE, open_segmented
-from dense_scenes import CLASSES, backbone, evaluated, saved, segmented
-from tiny import Adclr
+from dense_scenes import CLASSES, backbone, evaluated, refused, saved, segmented
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
@@ -254,13 +253,9 @@ def test_as_a_user_runs_it_in_one_process_and_in_two(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").exists()
 
 
-def test_settings_that_do_not_go_together(tmp_path: Path, adclr: Adclr) -> None:
+def test_settings_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, weights = segmented(tmp_path / "data", 2, 1, 16), saved(tmp_path / "weights")
-    done = adclr("evaluate", "segmentation", "--weights", weights, "--data", data, "size=16", "rescaled=true")
-    assert done.returncode == 2
-    assert "the linear head reads one map" in done.stderr
-    label = np.zeros((16, 12), np.uint8)
-    Image.fromarray(label).save(data / "labels" / "val" / "2.png")
-    done = adclr("evaluate", "segmentation", "--weights", weights, "--data", data, "size=16")
-    assert done.returncode == 2
-    assert "2.png is 12x16 pixels where its image is 16x16" in done.stderr
+    words = ("evaluate", "segmentation", "--weights", weights, "--data", data, "size=16")
+    assert "the linear head reads one map" in refused(capsys, *words, "rescaled=true")
+    Image.fromarray(np.zeros((16, 12), np.uint8)).save(data / "labels" / "val" / "2.png")
+    assert "2.png is 12x16 pixels where its image is 16x16" in refused(capsys, *words)

@@ -17,8 +17,7 @@ from adclr.config import UserError
 from adclr.evals import video
 from adclr.evals.contours import boundary, contour, region, thickened
 from adclr.evals.video import Settings, near, propagate, sides
-from dense_scenes import backbone, evaluated, saved
-from tiny import Adclr
+from dense_scenes import backbone, evaluated, refused, saved
 
 CPU = torch.device("cpu")
 
@@ -212,7 +211,6 @@ def test_offenders_are_named(tmp_path: Path, how: str, message: str) -> None:
         davis.check(davis.open_davis(folder))
 
 
-def test_a_folder_that_is_no_davis(tmp_path: Path, adclr: Adclr) -> None:
-    done = adclr("evaluate", "video", "--weights", saved(tmp_path / "weights"), "--data", tmp_path)
-    assert done.returncode == 2
-    assert "JPEGImages/480p does not exist" in done.stderr
+def test_a_folder_that_is_no_davis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "evaluate", "video", "--weights", saved(tmp_path / "weights"), "--data", tmp_path)
+    assert "JPEGImages/480p does not exist" in said

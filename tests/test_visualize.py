@@ -78,7 +78,7 @@ def test_the_command_draws_and_says_where(adclr: Adclr, run: Path, photos: Path,
 
 def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: Path) -> None:
     row, *_ = draw("attention", run, photos / "cat/a.png", tmp_path, mass=0.5)["images"]  # type: ignore[misc]
-    held = visualize.load_weights(run)
+    held = looking.load_weights(run)
     seen = looking.see("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
     assert seen.pixels.shape == (3, 32, 64)
     maps, _ = looking.gaze(held, seen, looking.read(held, seen))

@@ -41,7 +41,7 @@ def open_images(settings: Settings) -> Images | None:
         return None
     segmented = open_segmented(pixels) if pixels else None
     if segmented is not None:
-        check(segmented, settings.data.num_workers or None)
+        check(segmented, settings.data.num_workers or None, show=distributed.local_rank() == 0)
     source = open_source(held_out) if held_out else None
     return Images(open_labelled(labelled) if labelled else None, source, segmented)
 

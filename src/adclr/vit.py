@@ -8,7 +8,7 @@ queries stand behind them. State keys are timm's, so weights go both ways.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -68,7 +68,7 @@ def to_stream(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-@cache
+@lru_cache(maxsize=128)  # of images of any size there are many grids, and a matrix is a few MB
 def _resampling(
     stored: tuple[int, int], wanted: tuple[int, int], how: PositionResampling, device: torch.device
 ) -> Tensor:
@@ -84,7 +84,7 @@ def _resampling(
         return found.view(count, -1).T.contiguous().to(device)
 
 
-@cache
+@lru_cache(maxsize=128)
 def _windows(grid: tuple[int, int], side: int, batch: int, device: torch.device) -> tuple[Tensor, tuple[Group, ...]]:
     """The patches of `batch` images window by window, and the windows, those of one shape one group.
 

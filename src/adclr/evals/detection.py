@@ -35,7 +35,7 @@ from adclr.evals.average_precision import average_precision
 from adclr.evals.classifier import fingerprint
 from adclr.evals.course import Course, Pace
 from adclr.evals.frames import Frames, Reader
-from adclr.evals.mask_rcnn import Detector
+from adclr.evals.mask_rcnn import Detector, run_lengths
 from adclr.evals.mixing import kept
 from adclr.evals.pictures import Pictures
 from adclr.evals.task import Conditions, weights_of
@@ -296,21 +296,22 @@ def detect(
 def rows_of(found: dict[str, Tensor], val: Instances, index: int) -> list[dict[str, Any]]:
     """Detections of an image in the form of COCO's results."""
     kernel = coco.coco_masks()
-    boxes = found["boxes"].double().cpu().numpy()
-    labels, scores = found["labels"].tolist(), found["scores"].tolist()
-    pixels = (found["masks"][:, 0] >= 0.5).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    height, width = found["masks"].shape[1:]
+    boxes, labels, scores = (found[name].double().tolist() for name in ("boxes", "labels", "scores"))
     rows = []
-    for number, (left, top, right, bottom) in enumerate(boxes.tolist()):
-        mask = kernel.encode(np.asfortranarray(pixels[:, :, number]))
+    for (left, top, right, bottom), label, score, runs in zip(
+        boxes, labels, scores, run_lengths(found["masks"]), strict=True
+    ):
+        mask = kernel.frPyObjects({"size": [height, width], "counts": runs}, height, width)
         counts = mask["counts"]
         rows.append(
             {
                 "image_id": val.numbers[index],
-                "category_id": val.categories[labels[number] - 1],
+                "category_id": val.categories[int(label) - 1],
                 "bbox": [left, top, right - left, bottom - top],
-                "score": scores[number],
+                "score": score,
                 "segmentation": {
-                    "size": list(mask["size"]),
+                    "size": [height, width],
                     "counts": counts if isinstance(counts, str) else counts.decode(),
                 },
             }
@@ -330,6 +331,6 @@ def _draw(
             labels[place][filled(one.mask, height, width) > 0] = one.kind
         certain = int((own["scores"] >= DRAWN_FROM).sum())
         for number in reversed(range(certain)):
-            predicted[place][own["masks"][number, 0] >= 0.5] = own["labels"][number] - 1
+            predicted[place][own["masks"][number]] = own["labels"][number] - 1
     seen = torch.cat([frames.pixels, torch.from_numpy(labels).to(device).unsqueeze(1)], dim=1)
     pictures.add(Frames(frames.indices, seen), predicted)

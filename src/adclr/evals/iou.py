@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adclr import distributed
+from adclr.config import UserError
 from adclr.segmented import IGNORE
 
 
@@ -38,15 +39,17 @@ def scores(name: str, matrix: Tensor, classes: list[str]) -> dict[str, Any]:
     """Percentages, NAME_miou, NAME_aacc and NAME_macc, and `per_class` with IoU, accuracy and the share of pixels."""
     counts = matrix.double()
     right, true, predicted = counts.diag(), counts.sum(dim=1), counts.sum(dim=0)
+    if not true.sum():
+        raise UserError("no pixel that was scored has a label; see to the labels of the val images")
     iou, accuracy = 100 * right / (true + predicted - right), 100 * right / true  # nan where there is none of it
-    share = 100 * true / true.sum().clamp(min=1)
+    share = 100 * true / true.sum()
     table = {
         label: {"iou": _known(iou[c]), "accuracy": _known(accuracy[c]), "pixels": share[c].item()}
         for c, label in enumerate(classes)
     }
     return {
         f"{name}_miou": iou.nanmean().item(),
-        f"{name}_aacc": 100 * (right.sum() / true.sum().clamp(min=1)).item(),
+        f"{name}_aacc": 100 * (right.sum() / true.sum()).item(),
         f"{name}_macc": accuracy.nanmean().item(),
         "per_class": table,
     }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.models.detection.transform import GeneralizedRCNNTransform, resize_boxes
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
@@ -22,6 +25,7 @@ from adclr.weights import Weights
 BLOCKS = (4, 6, 8, 12)  # of twelve
 WIDTH = 256  # of the feature pyramid, and of the mask head
 PROPOSALS = 1000  # that are left after suppression; torchvision keeps 2000 in training
+PASTED = 2**26  # pixels of masks at once
 SAMPLED = 512  # of them, with their objects, that the heads of an image learn from
 
 
@@ -77,6 +81,42 @@ class Resize(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision's c
 
     def torch_choice(self, k: Sequence[int]) -> int:  # noqa: ARG002
         return self.sides.pop(0)
+
+    def postprocess(
+        self, result: list[dict[str, Tensor]], image_shapes: list[Any], original_image_sizes: list[tuple[int, int]]
+    ) -> list[dict[str, Tensor]]:
+        """Boxes and masks at the size of the image as it was; masks are N×height×width, true where the object is."""
+        if not self.training:
+            for found, size, original in zip(result, image_shapes, original_image_sizes, strict=True):
+                found["boxes"] = resize_boxes(found["boxes"], size, original)
+                found["masks"] = pasted(found["masks"][:, 0], found["boxes"], original)
+        return result
+
+
+def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """N×M×M probabilities in boxes -> N×height×width, true where they are at least a half.
+
+    All masks of an image at once, sampled at the centers of its pixels; torchvision pastes one after the other, and
+    rounds boxes to whole pixels.
+    """
+    at_once = max(1, PASTED // (size[0] * size[1]))
+    made = [torch.zeros(0, *size, dtype=torch.bool, device=masks.device)]
+    for mask, box in zip(torch.split(masks, at_once), torch.split(boxes, at_once), strict=True):
+        left, top, right, bottom = box.unsqueeze(-1).unbind(1)  # each n×1
+        y = (torch.arange(size[0], device=box.device) + 0.5 - top) / (bottom - top).clamp(min=1e-6) * 2 - 1
+        x = (torch.arange(size[1], device=box.device) + 0.5 - left) / (right - left).clamp(min=1e-6) * 2 - 1
+        grid = torch.stack([x[:, None].expand(-1, size[0], -1), y[:, :, None].expand(-1, -1, size[1])], dim=-1)
+        made.append(F.grid_sample(mask[:, None].float(), grid, align_corners=False)[:, 0] >= 0.5)
+    return torch.cat(made)
+
+
+def run_lengths(masks: Tensor) -> list[list[int]]:
+    """Of N×height×width masks those of COCO: down the columns, background first. Only changes leave the device."""
+    flat = masks.transpose(1, 2).flatten(1)
+    changed = (flat != F.pad(flat, (1, 0))[:, :-1]).nonzero().cpu().numpy()
+    ends = np.searchsorted(changed[:, 0], np.arange(len(flat) + 1))
+    places = (changed[first:last, 1] for first, last in itertools.pairwise(ends))
+    return [np.diff(own, prepend=0, append=flat.shape[1]).tolist() for own in places]
 
 
 class Detector(nn.Module):
