@@ -25,6 +25,7 @@ from adclr import distributed, manifest
 from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.runs import Run, read_json, sync, write_json, write_synced
+from adclr.sharding import state_of
 from adclr.weights import fit, read_tensors
 
 Parts = dict[str, dict[str, Tensor]]
@@ -190,7 +191,7 @@ def _optimizer_state(student: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {
         f"{name}.{what}": value
         for name, parameter in student.named_parameters()
-        for what, value in optimizer.state.get(parameter, {}).items()
+        for what, value in state_of(optimizer, parameter).items()
     }
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from adclr import fused
+from adclr import distributed, fused
 from adclr.heads import ProjectionHead
 from adclr.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.vit import Input, Tokens, VisionTransformer
@@ -251,8 +251,8 @@ class ADCLR(nn.Module):
     def update(self, momentum: float | Tensor, ok: Tensor) -> None:
         """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit."""
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
-        teacher: list[Tensor] = list(self.teacher.parameters())
-        student: list[Tensor] = list(self.student.parameters())
+        teacher = [distributed.local(p) for p in self.teacher.parameters()]
+        student = [distributed.local(p) for p in self.student.parameters()]
         torch._foreach_mul_(teacher, keep)
         torch._foreach_add_(teacher, list(torch._foreach_mul(student, 1 - keep)))
         for center in self.centers.values():

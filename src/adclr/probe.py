@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,14 @@ class Probe:
         settings: Settings,
         run: Run,
         schedules: Schedules,
-        vit: VisionTransformer,
+        vit: Callable[[], VisionTransformer],  # whole; all processes ask
         images: Images,
         device: torch.device,
     ) -> None:
         self.run, self.images, self.device, self.k = run, images, device, settings.probe.k
         self.total_steps, data = schedules.total_steps, settings.data
         self.every = settings.probe.every_epochs * schedules.steps_per_epoch
-        self.teacher = Weights(vit, data.mean, data.std, data.max_value)
+        self.vit, self.data = vit, data
         common: dict[str, Any] = {
             "batch_size": settings.probe.images_at_once,
             "num_workers": settings.data.num_workers or None,
@@ -71,17 +72,18 @@ class Probe:
 
     def __call__(self, signals: Signals) -> dict[str, float]:
         """Nothing if a signal came."""
-        scores = signals.cut_short(self._score) if distributed.is_main() else None
+        teacher = Weights(self.vit(), self.data.mean, self.data.std, self.data.max_value)
+        scores = signals.cut_short(lambda: self._score(teacher)) if distributed.is_main() else None
         distributed.barrier()
         return scores or {}
 
-    def _score(self) -> dict[str, float]:
+    def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
         if images.labelled is not None:
-            found = knn.score(self.teacher, images.labelled, self.knn, self.device, show=False)
+            found = knn.score(teacher, images.labelled, self.knn, self.device, show=False)
             scores["knn_top1"] = found[f"knn_top1_k{min(self.k, int(found['num_train']))}"]
         if images.held_out is not None:
-            found = matching.score(self.teacher, images.held_out, self.matching, self.device, show=False)
+            found = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
             scores["patch_matching"] = found["patch_matching"]
         return scores
 

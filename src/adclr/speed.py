@@ -34,7 +34,11 @@ def prepare(
     backbones = (method.student.backbone, method.teacher.backbone)
     if settings.train.checkpoint_activations:
         method.student.backbone.checkpoint_blocks()
-    if settings.train.compile == "off" or (settings.train.compile == "auto" and device.type != "cuda"):
+    if (
+        settings.train.shard
+        or settings.train.compile == "off"
+        or (settings.train.compile == "auto" and device.type != "cuda")
+    ):
         return None
     plain: list[RunBlock] = [backbone.run_block for backbone in backbones]
     started, failure = time.monotonic(), None

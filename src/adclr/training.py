@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from adclr import auto, cache, checkpoint, distributed, fit, health, launch, optim
 from adclr.ahead import Ahead
@@ -30,6 +31,7 @@ from adclr.nvjpeg import GpuDecoder
 from adclr.probe import NAMES, Images, Probe, open_images, summary
 from adclr.runs import Run, write_json
 from adclr.settings import Settings
+from adclr.sharding import Sharded
 from adclr.signals import Signals
 from adclr.speed import Compiled, prepare, ready, repeatable
 from adclr.step import Step
@@ -91,6 +93,11 @@ class Job:
     micro_batch: int  # images at once in this process
     meter: Meter
     fingerprint: str  # of the collection
+    sharded: Sharded | None = None
+
+    def teacher(self) -> Branch:
+        """Whole; all processes must ask."""
+        return self.method.teacher if self.sharded is None else self.sharded.teacher()
 
     @property
     def accumulate(self) -> int:
@@ -117,6 +124,9 @@ def run(launched: Launch) -> Run:
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
+            if settings.train.shard and distributed.world_size() > 1:
+                sharded = Sharded(job.method, job.optimizer, settings, device)
+                job = replace(job, sharded=sharded, optimizer=sharded.optimizer)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
             _train(job, start, step, _probe(job, images))
         except torch.OutOfMemoryError:
@@ -124,8 +134,9 @@ def run(launched: Launch) -> Run:
         if not fits:
             step = None  # with the memory that it has recorded
             raise UserError(_too_large(job))
+        backbone = job.teacher().backbone.state_dict()
         if distributed.is_main():
-            _finish(job)
+            _finish(job, backbone)
         distributed.barrier()
     return run
 
@@ -320,13 +331,13 @@ def _train(job: Job, start: int, take: Step, probe: Probe | None) -> None:
 
 def _look(job: Job, views: Ahead, values: optim.Values) -> dict[str, float]:
     assert views.last is not None
-    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype)
+    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype, job.teacher())
 
 
 def _probe(job: Job, images: Images | None) -> Probe | None:
     if images is None:
         return None
-    return Probe(job.settings, job.run, job.schedules, job.method.teacher.backbone, images, job.device)
+    return Probe(job.settings, job.run, job.schedules, lambda: job.teacher().backbone, images, job.device)
 
 
 def _save(job: Job, writer: Writer, done: int) -> None:
@@ -354,10 +365,10 @@ def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
     return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63
 
 
-def _finish(job: Job) -> None:
+def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
     """Exports the teacher's backbone and sums up the run."""
     run, settings = job.run, job.settings
-    save_backbone(run.path, job.method.teacher.backbone.state_dict(), settings)
+    save_backbone(run.path, backbone, settings)
     metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
     unreadable = list(run.rows("quarantine.jsonl"))
     speeds = [row["images_per_second"] for row in timing if "images_per_second" in row]
