@@ -28,7 +28,9 @@ def command(data: Path, out: Path, **changes: Any) -> list[str]:
     return ["pretrain", str(data), "--out", str(out), *words(named)]
 
 
-def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes: Any) -> subprocess.Popen[str]:
+def start(
+    data: Path, out: Path, *, before: str = "", ranks: int = 1, threads: int = 2, **changes: Any
+) -> subprocess.Popen[str]:
     """A run in a process of its own; `before` is Python that is done first, to make things go wrong."""
     text = f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"
     program = ["-c", text] if before else ["-m", "adclr"]
@@ -42,7 +44,8 @@ def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "2" if ranks == 1 else "1"},  # as in the tests' own process
+        # two as in the tests' own process, whose runs then round alike
+        env=os.environ | {"OMP_NUM_THREADS": str(threads if ranks == 1 else 1)},
     )
 
 

@@ -1,4 +1,4 @@
-"""Several processes: the same data and gradients as one, with whole and with spread weights; and if one of them dies."""
+"""Several processes: the same data and gradients as of one, with whole and with spread weights; and if one dies."""
 
 from __future__ import annotations
 
