@@ -67,7 +67,7 @@ def work(data: Path, place: Path, reference: Path, steps: int, kills: int, fulls
     rng, changes = random.Random(seed), CHANGES | {"epochs": steps // (200 // 8)}
     code, _, errors = lives.finish(lives.start(data, reference, threads=1, **changes), 7200)
     assert code == 0, errors
-    out, done = place / "run", 0
+    out, done, ended = place / "run", 0, 0
     events = ["kill"] * kills + ["full"] * fulls
     rng.shuffle(events)
     every = int(0.7 * steps / len(events))  # the last process has the rest to itself
@@ -77,8 +77,14 @@ def work(data: Path, place: Path, reference: Path, steps: int, kills: int, fulls
         lives.until(lambda wanted=wanted: last_step(out) >= wanted, process, 1800)
         if event == "full":
             fill(place, 0.5)
-            continue
-        lives.kill(process)
+            time.sleep(1.0)
+            if process.poll() is None:
+                continue  # it goes on
+            ended += 1  # three saves in a row had failed
+            code, _, errors = lives.finish(process)
+            assert code == 2, errors
+        else:
+            lives.kill(process)
         newest = lives.newest(out)
         done += last_step(out) - begun
         begun, process = newest or 0, lives.start(data, out, threads=1, **changes)
@@ -98,6 +104,7 @@ def work(data: Path, place: Path, reference: Path, steps: int, kills: int, fulls
         "kept": steps / done,
         "kills": kills,
         "disks_full": fulls,
+        "of_which_ended_it": ended,
         "unreadable": len(list(Run(out).rows("quarantine.jsonl"))),
         "same_state": lives.digest(out) == lives.digest(reference),
         "early": early,
