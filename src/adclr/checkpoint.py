@@ -19,6 +19,7 @@ from adclr.config import UserError
 from adclr.coverage import fit
 from adclr.method import ADCLR
 from adclr.runs import Run
+from adclr.sharding import state_of
 from adclr.snapshot import Parts
 
 NAMES = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
@@ -42,7 +43,7 @@ def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
         "student": method.student.state_dict(),
         "teacher": method.teacher.state_dict(),
         "centers": method.centers.state_dict(),
-        "optimizer": snapshot.optimizer_state(method.student, optimizer),
+        "optimizer": snapshot.optimizer_state(method.student, optimizer, state_of),
     }
 
 

@@ -7,7 +7,7 @@ gradients of a random head would only spoil it. W is read when settings are made
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from adclr.settings import VIT_SIZES, Settings
 from adclr.signals import Signals
 from adclr.sources import Source, Subset
 from adclr.tensors import read_tensors
-from adclr.vit import VisionTransformer
 from adclr.weights import Weights, fingerprint, load_weights
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
@@ -115,7 +114,7 @@ class Watch:
         self,
         run: Run,
         settings: Settings,
-        teacher: VisionTransformer,
+        teacher: Callable[[], Weights],  # whole; all processes ask
         source: Source,
         device: torch.device,
         steps: tuple[int, int],  # of an epoch, of all
@@ -123,8 +122,7 @@ class Watch:
         probe: Probe | None,
     ) -> None:
         self.run, self.settings, self.device, self.probe = run, settings, device, probe
-        data = settings.data
-        self.teacher = Weights(teacher, data.mean, data.std, data.max_value)
+        self.teacher = teacher
         chosen = np.argsort(mix(source.keys), kind="stable")[:WATCHED]
         self.source = Subset(source, np.sort(chosen))
         self.every, self.total = settings.probe.every_epochs * steps[0], steps[1]
@@ -153,20 +151,19 @@ class Watch:
 
     def __call__(self, signals: Signals) -> dict[str, float]:
         scores = self.probe(signals) if self.probe is not None else {}
+        teacher = self.teacher()
         if distributed.is_main() and (scores or self.probe is None):
-            seen = signals.cut_short(self._look)
+            seen = signals.cut_short(lambda: self._look(teacher))
             scores = scores | seen if seen else {}
             if seen and self.fresh:
                 self.first, self.fresh = dict(scores), False
         distributed.barrier()
         return scores
 
-    def _look(self) -> dict[str, float]:
-        data, vit = self.settings.data, self.teacher.vit
+    def _look(self, teacher: Weights) -> dict[str, float]:
+        data, vit = self.settings.data, teacher.vit
         workers, at_once = data.num_workers or None, self.settings.probe.images_at_once
-        found = extract(
-            self.teacher, self.source, lambda images: vit(images).cls, self.device, at_once, workers, show=False
-        )
+        found = extract(teacher, self.source, lambda images: vit(images).cls, self.device, at_once, workers, show=False)
         keys = self.source.keys[found.kept].view(np.int64)
         if self.fresh:
             tensors = {"keys": torch.from_numpy(keys.copy()), "features": found.values}

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adclr.config import UserError
+
 PATIENCE = timedelta(hours=2)  # since the others wait while the first process scores a probe
+
+LOST = ("by peer", "remote process")  # what gloo and NCCL say of a process that is no more
 
 
 @contextmanager
@@ -24,6 +28,10 @@ def session(device: torch.device) -> Iterator[None]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in LOST):
+            raise
+        raise UserError("another process of this run has ended, so this one does too; that one says why") from None
     finally:
         gc.collect()  # DDP's reducer holds the group in a cycle; left to the interpreter's end it can abort
         dist.destroy_process_group()
@@ -89,6 +97,18 @@ def gather(tensor: Tensor) -> Tensor:
     dist.all_gather(found, padded)
     rows = [rows[: int(count)] for rows, count in zip(found, counts, strict=True)]
     return torch.cat(rows).to(tensor.device)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece of a tensor that this process has: all of it unless it is spread, which makes it a DTensor."""
+    piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return piece
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be spread, for which all processes must ask."""
+    all_of_it: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return all_of_it
 
 
 class Hosts:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adclr import distributed
 from adclr.evals.matching import spread
 from adclr.losses import sinkhorn
-from adclr.method import ADCLR, Views
+from adclr.method import ADCLR, Branch, Views
 from adclr.vit import VisionTransformer
 
 Measures = dict[str, float]
@@ -39,11 +40,14 @@ class Finding(NamedTuple):
 
 
 @torch.no_grad()
-def measure(method: ADCLR, views: Views, temperature: float, dtype: torch.dtype | None) -> Measures:
-    """Of the teacher, on the global views of the first images of a batch; waits for the device."""
+def measure(
+    method: ADCLR, views: Views, temperature: float, dtype: torch.dtype | None, teacher: Branch | None = None
+) -> Measures:
+    """Of the teacher, or a whole copy of it, on the global views of a batch's first images; waits for the device."""
+    teacher = teacher or method.teacher
     crops = views.global_crops[:, :IMAGES]
     queries = None if views.queries is None else views.queries[:IMAGES]
-    teacher, device = method.teacher, crops.device
+    device = crops.device
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         both = None if queries is None else queries.repeat(2, 1, 1, 1, 1)
         tokens = teacher.backbone(crops.flatten(0, 1), both)
@@ -89,10 +93,14 @@ def _leak(backbone: VisionTransformer, crops: Tensor, queries: Tensor, own: Tens
 
 def _distance(method: ADCLR) -> Tensor:
     """Of the student's weights from the teacher's, of the length of those."""
-    apart = length = torch.zeros((), device=next(method.parameters()).device)
+    first = next(method.parameters())
+    sums = torch.zeros(2, device=first.device)
     for student, teacher in zip(method.student.parameters(), method.teacher.parameters(), strict=True):
-        apart, length = apart + (student - teacher).square().sum(), length + teacher.square().sum()
-    return (apart / length.clamp(min=1e-30)).sqrt()
+        a, b = distributed.local(student), distributed.local(teacher)
+        sums += torch.stack([(a - b).square().sum(), b.square().sum()])
+    if distributed.local(first) is not first:  # every process has a piece
+        distributed.sum_(sums)
+    return (sums[0] / sums[1].clamp(min=1e-30)).sqrt()
 
 
 def diagnose(rows: Sequence[Measures]) -> Finding | None:

@@ -24,6 +24,7 @@ from adclr.method import ADCLR, Branch
 from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run
 from adclr.settings import Settings
+from adclr.sharding import Sharded
 from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture
 
@@ -73,6 +74,11 @@ class Job:
     meter: Meter
     fingerprint: str  # of the collection
     init: str | None  # fingerprint of the weights that this start has read, if it has
+    sharded: Sharded | None = None
+
+    def teacher(self) -> Branch:
+        """Whole, as it is now, and always the same object; all processes must ask."""
+        return self.method.teacher if self.sharded is None else self.sharded.teacher()
 
     @property
     def accumulate(self) -> int:
@@ -203,8 +209,9 @@ def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead[
 
 
 def teacher(job: Job) -> Weights:
+    """As an evaluation takes it; all processes must ask."""
     data = job.settings.data
-    return Weights(job.method.teacher.backbone, data.mean, data.std, data.max_value)
+    return Weights(job.teacher().backbone, data.mean, data.std, data.max_value)
 
 
 def seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:

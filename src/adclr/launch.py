@@ -26,6 +26,7 @@ FREE = (
     "data.allow_changed",
     "train.device",
     "train.micro_batch_size",
+    "train.shard",
     "train.max_void_steps",
     "train.log_every_steps",
     "train.health_every_steps",

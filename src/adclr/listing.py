@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,9 @@ class Listing:
 def load(path: Path) -> Listing | None:
     """The index in a file; None if there is none that can be read."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                return None  # not ours, and of any size once it is unpacked
         with np.load(path, allow_pickle=False) as file:
             facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
             found = Listing(_lines(file["names"]), facts, file["places"].astype(np.int64), _lines(file["labels"]))

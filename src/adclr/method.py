@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from adclr import fused
+from adclr import distributed, fused
 from adclr.heads import ProjectionHead
 from adclr.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.vit import Input, Tokens, VisionTransformer
@@ -255,8 +255,10 @@ class ADCLR(nn.Module):
         number, so the teacher's backbone is not touched.
         """
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
-        teacher: list[Tensor] = list((self.teacher.head if head_only else self.teacher).parameters())
-        student: list[Tensor] = list((self.student.head if head_only else self.student).parameters())
+        teacher, student = (
+            [distributed.local(p) for p in (branch.head if head_only else branch).parameters()]
+            for branch in (self.teacher, self.student)
+        )
         torch._foreach_mul_(teacher, keep)
         torch._foreach_add_(teacher, list(torch._foreach_mul(student, 1 - keep)))
         for center in self.centers.values():

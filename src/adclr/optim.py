@@ -128,14 +128,18 @@ def update(
     weight_decay: float | Tensor,
     clip_norm: float | None,
     loss: Tensor,
+    in_pieces: bool = False,
 ) -> Tensor:
     """Clips, decays and steps; returns whether the step was good, as a 0-dim bool on the device.
 
     Each parameter tensor is clipped on its own. A loss or gradient that is not finite voids the step in every process:
-    parameters, moments and step counts stay as they are, to the bit. The host is never asked.
+    parameters, moments and step counts stay as they are, to the bit. The host is never asked. `in_pieces`: each process
+    has a piece of every tensor only.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
+    if in_pieces:
+        norms = distributed.sum_(norms.square()).sqrt()
     ok = distributed.min_((norms.isfinite().all() & loss.isfinite()).float())
     if clip_norm is not None:
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)

@@ -3,6 +3,7 @@ matching of patches on images without labels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from adclr.segmented import Segmented, check, open_segmented
 from adclr.settings import Settings
 from adclr.signals import Signals
 from adclr.sources import Source
-from adclr.vit import VisionTransformer
 from adclr.weights import Weights
 
 NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
@@ -54,14 +54,13 @@ class Probe:
         settings: Settings,
         run: Run,
         schedules: Schedules,
-        vit: VisionTransformer,
+        teacher: Callable[[], Weights],  # whole; all processes ask
         images: Images,
         device: torch.device,
     ) -> None:
         self.run, self.images, self.device, self.k = run, images, device, settings.probe.k
-        self.total_steps, data = schedules.total_steps, settings.data
+        self.total_steps, self.teacher = schedules.total_steps, teacher
         self.every = settings.probe.every_epochs * schedules.steps_per_epoch
-        self.teacher = Weights(vit, data.mean, data.std, data.max_value)
         common: dict[str, Any] = {
             "batch_size": settings.probe.images_at_once,
             "num_workers": settings.data.num_workers or None,
@@ -84,29 +83,29 @@ class Probe:
 
     def __call__(self, signals: Signals) -> dict[str, float]:
         """Nothing if a signal came."""
-        alone = distributed.world_size() == 1
-        dense = {} if alone else self._score_pixels()  # in which all processes take part
-        scores = signals.cut_short(self._score) if distributed.is_main() else None
+        alone, teacher = distributed.world_size() == 1, self.teacher()
+        dense = {} if alone else self._score_pixels(teacher)  # in which all processes take part
+        scores = signals.cut_short(lambda: self._score(teacher)) if distributed.is_main() else None
         distributed.barrier()
         return scores | dense if scores is not None else {}
 
     def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
         return None
 
-    def _score(self) -> dict[str, float]:
+    def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
         if images.labelled is not None:
-            found = knn.score(self.teacher, images.labelled, self.knn, self.device, show=False)
+            found = knn.score(teacher, images.labelled, self.knn, self.device, show=False)
             scores["knn_top1"] = found[f"knn_top1_k{min(self.k, int(found['num_train']))}"]
         if images.held_out is not None:
-            found = matching.score(self.teacher, images.held_out, self.matching, self.device, show=False)
+            found = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
             scores["patch_matching"] = found["patch_matching"]
-        return scores | (self._score_pixels() if distributed.world_size() == 1 else {})
+        return scores | (self._score_pixels(teacher) if distributed.world_size() == 1 else {})
 
-    def _score_pixels(self) -> dict[str, float]:
+    def _score_pixels(self, teacher: Weights) -> dict[str, float]:
         if self.images.segmented is None:
             return {}
-        found = incontext.score(self.teacher, self.images.segmented, self.dense, self.device, show=False)
+        found = incontext.score(teacher, self.images.segmented, self.dense, self.device, show=False)
         return {"incontext_miou": found["incontext_miou"]}
 
 

@@ -66,7 +66,8 @@ def _write_all(handle: int, data: bytes | memoryview) -> None:
 
 def _append(path: Path, data: bytes) -> None:
     """All of it or, if the disk is full, nothing."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    # a link in a run that somebody gave away must not make us write elsewhere
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     try:
         size = os.fstat(handle).st_size
         try:
@@ -146,7 +147,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Only one program at a time works on a run; the lock goes with its process, however that ends."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "a", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        with open(self.path / ".lock", "wb", opener=lambda path, _: os.open(path, flags, 0o666)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -220,11 +222,15 @@ class Run:
 
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
         """Appends a row unless one of the same `key` is there, whichever process wrote it, or the disk is full."""
-        with suppress(OSError), open(self.path / name, "a", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with (
+            suppress(OSError),
+            open(self.path / name, "ab", opener=lambda path, _: os.open(path, flags, 0o666)) as file,
+        ):
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if all(there.get(key) != row[key] for there in self.rows(name)):
-                file.write(json.dumps(row) + "\n")
+                file.write((json.dumps(row) + "\n").encode())
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of a .jsonl file; a last line that a crash cut short is left out."""

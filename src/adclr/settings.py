@@ -202,6 +202,12 @@ class Train(Section):
     checkpoint_activations: bool = Field(
         False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
     )
+    shard: bool = Field(
+        False, description="spread weights and moments over the processes (FSDP2), for ViT-L and larger; not compiled"
+    )
+    reduce_precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of gradients on their way between processes"
+    )
     deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
     max_void_steps: Count = Field(
         50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from adclr.runs import Run, read_json, sync, write_json, write_synced
 from adclr.tensors import read_tensors
 
 Parts = dict[str, dict[str, Tensor]]
+StateOf = Callable[[torch.optim.Optimizer, nn.Parameter], Mapping[str, Tensor]]
 PIECE = 2**24  # bytes written at a time; between two of them other threads have Python's lock
 _TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
@@ -152,12 +153,19 @@ def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
     return {name: read_tensors(folder / f"{name}.safetensors") for name in names}, read_json(folder / "state.json")
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _own_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    found: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
+    return found
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_of: StateOf = _own_state
+) -> dict[str, Tensor]:
     """The optimizer's state by parameter name, so that it does not hang on an order."""
     return {
         f"{name}.{what}": value
         for name, parameter in model.named_parameters()
-        for what, value in optimizer.state.get(parameter, {}).items()
+        for what, value in state_of(optimizer, parameter).items()
     }
 
 

@@ -24,7 +24,11 @@ def prepare(
     """
     if settings.train.checkpoint_activations:
         method.student.backbone.checkpoint_blocks()
-    if settings.train.compile == "off" or (settings.train.compile == "auto" and device.type != "cuda"):
+    if (
+        settings.train.shard
+        or settings.train.compile == "off"
+        or (settings.train.compile == "auto" and device.type != "cuda")
+    ):
         return None
 
     def trial() -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr import distributed, optim
@@ -22,6 +23,7 @@ from adclr.config import UserError
 from adclr.method import ADCLR
 from adclr.recorded import Recorded
 from adclr.settings import Settings
+from adclr.sharding import Pieces, sync_gradients
 
 
 class Step:
@@ -43,8 +45,8 @@ class Step:
     ) -> None:
         self.method, self.optimizer, self.accumulate = method, optimizer, accumulate
         self.device, self.dtype, self.clip_norm = device, dtype, settings.optim.clip_norm
-        alone = distributed.world_size() == 1
-        self.model = method if alone else DistributedDataParallel(method)
+        alone, self.in_pieces = distributed.world_size() == 1, isinstance(optimizer, Pieces)
+        self.model = method if alone or self.in_pieces else _in_parallel(method, settings)
         self.record = record and alone and device.type == "cuda" and accumulate == 1 and not settings.masked
         self.recorded: dict[tuple[bool, bool], Recorded] = {}  # by what stands still
 
@@ -87,7 +89,9 @@ class Step:
         still = [*student.head.last_layer.parameters()] if freeze_last_layer else []
         for parameter in [*still, *(student.backbone.parameters() if freeze_backbone else ())]:
             parameter.grad = None  # without a gradient it is not decayed either
-        ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0])
+        if isinstance(self.optimizer, Pieces):
+            self.optimizer.take_gradients()
+        ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0], self.in_pieces)
         self.optimizer.zero_grad(set_to_none=True)
         self.method.update(momentum, ok, head_only=freeze_backbone)
         return losses, ok
@@ -97,12 +101,21 @@ class Step:
         model, sums = self.model, torch.zeros(5, device=self.device)
         for micro, made in enumerate(views):
             last = micro == self.accumulate - 1
+            if self.in_pieces:
+                sync_gradients(self.method, last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
                     losses = model(made, teacher_temperature)
                 (losses.total / self.accumulate).backward()
             sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums
+
+
+def _in_parallel(method: ADCLR, settings: Settings) -> DistributedDataParallel:
+    model = DistributedDataParallel(method)
+    if settings.train.reduce_precision == "bfloat16":
+        model.register_comm_hook(None, bf16_compress_hook)
+    return model
 
 
 def seconds(work: Callable[[], object], device: torch.device, count: int, repeats: int = 1) -> list[float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from adclr import checkpoint, continued, distributed, fit, health, journal, launch, memory, optim, snapshot
 from adclr.ahead import Ahead
@@ -20,8 +22,9 @@ from adclr.jobs import Job, assemble, keys_of, order, seeded, teacher, views_of
 from adclr.journal import Journal
 from adclr.launch import Launch
 from adclr.probe import NAMES, Images, Probe, open_images, summary
-from adclr.report.live import Live
+from adclr.report.live import Live, moments
 from adclr.runs import Run, write_json
+from adclr.sharding import Sharded
 from adclr.signals import Signals
 from adclr.speed import prepare, ready, repeatable
 from adclr.step import Step
@@ -58,6 +61,9 @@ def run(launched: Launch) -> Run:
         try:
             compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
             start = _resume(job, launched, compiled)
+            if settings.train.shard and distributed.world_size() > 1:
+                sharded = Sharded(job.method, job.optimizer, settings, device)
+                job = replace(job, sharded=sharded, optimizer=sharded.optimizer)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
             live = _live(job)
             _train(job, start, step, _probe(job, start, images), live)
@@ -66,8 +72,9 @@ def run(launched: Launch) -> Run:
         if not fits:
             step = None  # with the memory that it has recorded
             raise UserError(_too_large(job))
+        backbone = job.teacher().backbone.state_dict()
         if distributed.is_main():
-            _finish(job)
+            _finish(job, backbone)
             if live:
                 live.page()
         distributed.barrier()
@@ -113,14 +120,16 @@ def _facts(job: Job, launched: Launch, compiled: Compiled | None, start: int) ->
 
 def _live(job: Job) -> Live | None:
     """Pictures and the page, by the first process."""
+    weights = teacher(job)  # which all are asked for
     if not job.settings.train.report or not distributed.is_main():
         return None
-    return Live(job.run, teacher(job), job.feed.source, job.schedules.total_steps)
+    return Live(job.run, weights, job.feed.source, job.schedules.total_steps)
 
 
 def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: Live | None) -> None:
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
+    pictured = moments(total) if settings.train.report else ()
     views, stop = views_of(job, order(job, start)), False
     try:
         with (
@@ -143,6 +152,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                 if stop or done % every == 0 or done == total:
                     _save(job, writer, done)
                 writer.check()
+                if done in pictured:
+                    job.teacher()  # where it is spread, the copy that `live` draws is as old as the last asking
                 if live:
                     live(done)
                 if stop:
@@ -155,17 +166,17 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
 
 def _look(job: Job, views: Ahead[Views], values: optim.Values) -> dict[str, float]:
     assert views.last is not None
-    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype)
+    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype, job.teacher())
 
 
 def _probe(job: Job, start: int, images: Images | None) -> journal.Probe | None:
     """Scores of the images there are for it, and a watch if the run has weights to lose."""
-    settings, run, schedules, teacher = job.settings, job.run, job.schedules, job.method.teacher.backbone
-    probe = None if images is None else Probe(settings, run, schedules, teacher, images, job.device)
+    settings, run, schedules, weights = job.settings, job.run, job.schedules, partial(teacher, job)
+    probe = None if images is None else Probe(settings, run, schedules, weights, images, job.device)
     if settings.model.init is None:
         return probe
     steps = schedules.steps_per_epoch, schedules.total_steps
-    return continued.Watch(run, settings, teacher, job.feed.source, job.device, steps, start, probe)
+    return continued.Watch(run, settings, weights, job.feed.source, job.device, steps, start, probe)
 
 
 def _save(job: Job, writer: Writer, done: int) -> None:
@@ -180,10 +191,10 @@ def _save(job: Job, writer: Writer, done: int) -> None:
     writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total(), job.meter.decoder())
 
 
-def _finish(job: Job) -> None:
+def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
     """Exports the teacher's backbone and sums up the run."""
     run, settings = job.run, job.settings
-    save_backbone(run.path, job.method.teacher.backbone.state_dict(), settings)
+    save_backbone(run.path, backbone, settings)
     metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
     unreadable = list(run.rows("quarantine.jsonl"))
     speeds = [row["images_per_second"] for row in timing if "images_per_second" in row]

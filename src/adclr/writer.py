@@ -62,10 +62,10 @@ class Writer:
 
     def save(self, state: State, tensors: Parts, metered: Tensor, decode: Callable[[Tensor], dict[str, Any]]) -> None:
         """`decode` makes the state's meter of what was metered, once that is on the host."""
-        if not self.main:
-            return
         self.wait()
         copies = {part: self._copied(part, named) for part, named in tensors.items()}
+        if not self.main:
+            return
         copied = metered.new_empty(metered.shape, device="cpu", pin_memory=metered.is_cuda)
         copied.copy_(metered, non_blocking=True)
         ready = torch.cuda.current_stream(metered.device).record_event() if metered.is_cuda else None
@@ -100,10 +100,12 @@ class Writer:
         """Into memory that is kept from save to save, since to pin it takes longer than to fill it."""
         kept = self._copies.setdefault(part, {})
         for name, tensor in tensors.items():
-            if name not in kept:
-                kept[name] = _host_memory(tensor)
-            kept[name].copy_(tensor.detach(), non_blocking=True)
-        return {name: kept[name] for name in tensors}
+            whole = distributed.whole(tensor.detach())  # one at a time, where they are spread
+            if self.main:
+                if name not in kept:
+                    kept[name] = _host_memory(whole)
+                kept[name].copy_(whole, non_blocking=True)
+        return {name: kept[name] for name in tensors if self.main}
 
     def _write(self, state: State, tensors: Parts) -> None:
         self.error, self.step = None, state.step

@@ -28,14 +28,14 @@ CHANGES = {"epochs": 25, "checkpoint_every_steps": 2, "log_every_steps": 3, "mic
 def work(data: Path, folder: Path, kills: int, seed: int, per_run: int = 5) -> Counter[str]:
     """Counts of what happened; the end of every run is asserted."""
     rng, counts = random.Random(seed), Counter[str]()
-    code, _, errors = lives.finish(lives.start(data, folder / "whole", **CHANGES))
+    code, _, errors = lives.finish(lives.start(data, folder / "whole", threads=1, **CHANGES))
     assert code == 0, errors
     wanted = lives.digest(folder / "whole")
     seconds = sum(row["seconds"] for row in Run(folder / "whole").rows("timing.jsonl"))
     while counts["kills"] < kills:
         out = folder / f"run_{counts['runs']}"
         for _ in range(min(per_run, kills - counts["kills"])):
-            before, process = lives.starts(out), lives.start(data, out, **CHANGES)
+            before, process = lives.starts(out), lives.start(data, out, threads=1, **CHANGES)
             lives.until(lambda out=out, before=before: lives.starts(out) > before, process)
             time.sleep(rng.uniform(0, 1.5 * seconds / per_run))
             lives.kill(process)
@@ -46,7 +46,7 @@ def work(data: Path, folder: Path, kills: int, seed: int, per_run: int = 5) -> C
             counts["in a save"] += any((out / "checkpoints").glob(".step_*.tmp"))
             counts["before the first checkpoint"] += step is None
             counts["in mid-epoch"] += step is not None and step % 4 != 0
-        code, _, errors = lives.finish(lives.start(data, out, **CHANGES))
+        code, _, errors = lives.finish(lives.start(data, out, threads=1, **CHANGES))
         assert code == 0, errors
         assert lives.digest(out) == wanted, out
         counts["runs"] += 1

@@ -28,22 +28,24 @@ def command(data: Path, out: Path, **changes: Any) -> list[str]:
     return ["pretrain", str(data), "--out", str(out), *words(named)]
 
 
-def start(data: Path, out: Path, *, before: str = "", ranks: int = 1, **changes: Any) -> subprocess.Popen[str]:
+def start(
+    data: Path, out: Path, *, before: str = "", ranks: int = 1, threads: int = 2, **changes: Any
+) -> subprocess.Popen[str]:
     """A run in a process of its own; `before` is Python that is done first, to make things go wrong."""
-    arguments = command(data, out, **changes)
-    if before:
-        program = ["-c", f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"]
-    elif ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        program = [*torchrun, "-m", "adclr"]
-    else:
-        program = ["-m", "adclr"]
+    text = f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"
+    program = ["-c", text] if before else ["-m", "adclr"]
+    if ranks > 1:
+        if before:
+            program = [str(out.with_name(f"{out.name}.py"))]
+            Path(program[0]).write_text(text)
+        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
     return subprocess.Popen(
-        [sys.executable, *program, *arguments],
+        [sys.executable, *program, *command(data, out, **changes)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "2" if ranks == 1 else "1"},  # as in the tests' own process
+        # two as in the tests' own process, whose runs then round alike
+        env=os.environ | {"OMP_NUM_THREADS": str(threads if ranks == 1 else 1)},
     )
 
 

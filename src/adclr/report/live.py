@@ -34,7 +34,7 @@ class Live:
 
     def __init__(self, run: Run, weights: Weights, source: Source, total_steps: int) -> None:
         self.run, self.weights = run, weights
-        self.moments = {round(share * total_steps) for share in MOMENTS}
+        self.moments = moments(total_steps)
         self.seen = choose(source, weights) if weights.vit.query_keys != "all" else []
         self.written = time.monotonic()
         self.failed = False
@@ -70,6 +70,11 @@ class Live:
             if not self.failed:
                 print(f"the report cannot be written ({error}); training goes on", file=sys.stderr)
             self.failed = True
+
+
+def moments(total_steps: int) -> set[int]:
+    """The steps after which pictures are drawn."""
+    return {round(share * total_steps) for share in MOMENTS}
 
 
 def choose(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:

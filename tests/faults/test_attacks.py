@@ -1,0 +1,304 @@
+"""Files that are made to do harm, and files that are damaged at random: an error message each, and nothing else.
+
+`pytest -m "" tests/faults/test_attacks.py` mutates 2000 of each kind; the ordinary tests 150.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import adclr as package
+from adclr import config, launch
+from adclr.config import UserError
+from adclr.runs import Run
+from adclr.settings import Settings
+from tiny import TINY
+
+CANARY = "touched"
+
+
+class Harm:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.target}",)
+
+
+def pickled(target: Path) -> bytes:
+    return pickle.dumps(Harm(target))
+
+
+def torch_saved(target: Path) -> bytes:
+    data = io.BytesIO()
+    torch.save({"backbone": Harm(target)}, data)
+    return data.getvalue()
+
+
+def npy(target: Path) -> bytes:
+    data = io.BytesIO()
+    np.save(data, np.array([Harm(target)], dtype=object), allow_pickle=True)
+    return data.getvalue()
+
+
+def npz(target: Path) -> bytes:
+    data = io.BytesIO()
+    np.savez(data, names=np.array([Harm(target)], dtype=object), facts=np.array([Harm(target)], dtype=object))
+    return data.getvalue()
+
+
+def nested_zip(target: Path) -> bytes:
+    inner = npz(target)
+    for _ in range(5):
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr("names.npy", inner)
+            archive.writestr("../../escaped.npy", inner)
+        inner = data.getvalue()
+    return inner
+
+
+def zip_bomb(_: Path) -> bytes:
+    """512 MiB of zeros in half a megabyte."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("names.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**29,)})
+        for _ in range(2**9):
+            file.write(bytes(2**20))
+    return data.getvalue()
+
+
+def yaml_tag(target: Path) -> bytes:
+    return f"train: !!python/object/apply:os.system ['touch {target}']\n".encode()
+
+
+def yaml_new(target: Path) -> bytes:
+    return f"train: !!python/object/new:subprocess.Popen [['touch', '{target}']]\n".encode()
+
+
+def yaml_bomb(_: Path) -> bytes:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    return "\n".join(lines).encode()
+
+
+def deep_json(_: Path) -> bytes:
+    return b"[" * 200_000
+
+
+# (the file, what it becomes)
+PAYLOADS: list[tuple[str, Callable[[Path], bytes]]] = [
+    ("backbone.safetensors", pickled),
+    ("backbone.safetensors", torch_saved),
+    ("backbone.safetensors", nested_zip),
+    ("backbone.safetensors", npy),
+    ("backbone.json", pickled),
+    ("backbone.json", deep_json),
+    ("checkpoints/step_8/student.safetensors", pickled),
+    ("checkpoints/step_8/teacher.safetensors", torch_saved),
+    ("checkpoints/step_8/optimizer.safetensors", npz),
+    ("checkpoints/step_8/state.json", pickled),
+    ("checkpoints/step_8/manifest.json", deep_json),
+    ("checkpoints/step_8/manifest.json", lambda _: json.dumps({"../../../../x": {"bytes": 1}}).encode()),
+    ("index.npz", pickled),
+    ("index.npz", npz),
+    ("index.npz", nested_zip),
+    ("index.npz", zip_bomb),
+    ("settings.yaml", yaml_tag),
+    ("settings.yaml", yaml_new),
+    ("settings.yaml", yaml_bomb),
+    ("provenance.json", deep_json),
+    ("metrics.jsonl", pickled),
+]
+
+
+@pytest.fixture(scope="module")
+def made(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package.pretrain(images / "train", out=tmp_path_factory.mktemp("made") / "run", **TINY).path
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    """The message of the user's error that it ends with; nothing if it works."""
+    try:
+        attempt()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def everything_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("number", range(len(PAYLOADS)), ids=[f"{make.__name__} as {file}" for file, make in PAYLOADS])
+def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Path, number: int) -> None:
+    file, make = PAYLOADS[number]
+    run = tmp_path / "run"
+    shutil.copytree(made, run, symlinks=True)
+    (run / file).write_bytes(make(tmp_path / CANARY))
+    outside = everything_below(tmp_path) - {f"run/{name}" for name in everything_below(run)}
+    before = resident()
+    attempts: list[Callable[[], object]] = [
+        lambda: package.load(run),
+        lambda: launch.prepare(images / "train", run),
+        lambda: resumed(images, run),
+    ]
+    for attempt in attempts:
+        message = refusal(attempt)
+        assert "\n" not in message
+        assert len(message) < 1000
+    assert not (tmp_path / CANARY).exists()
+    assert everything_below(tmp_path) - {f"run/{name}" for name in everything_below(run)} == outside
+    assert resident() - before < 200 * 2**20
+
+
+def resumed(images: Path, run: Path) -> None:
+    """Goes on with the run as if it were not finished."""
+    (run / "results.json").unlink(missing_ok=True)
+    package.pretrain(images / "train", out=run, **TINY)
+
+
+def test_recipes_and_words_are_data(images: Path, tmp_path: Path) -> None:
+    for make in (yaml_tag, yaml_new, yaml_bomb, pickled):
+        (tmp_path / "r.yaml").write_bytes(make(tmp_path / CANARY))
+        with pytest.raises(UserError):
+            launch.prepare(images / "train", tmp_path / "run", tmp_path / "r.yaml")
+        with pytest.raises(UserError):
+            config.build(Settings, config.parse_words([f"train.epochs={make(tmp_path / CANARY).decode('latin-1')}"]))
+    assert not (tmp_path / CANARY).exists()
+
+
+def test_names_in_shards_lead_nowhere(images: Path, tmp_path: Path) -> None:
+    """Members called ../../x.png, /x.png and links to files outside: images are read, nothing is unpacked."""
+    shard, secret = tmp_path / "data" / "a.tar", tmp_path / "secret.png"
+    shard.parent.mkdir()
+    files = sorted((images / "train").rglob("*.png"))
+    shutil.copy(files[0], secret)
+    with tarfile.open(shard, "w") as archive:
+        for number, path in enumerate(files[:16]):
+            name = ("../../escaped", str(tmp_path / "absolute"), "..", "plain")[number % 4]
+            archive.add(path, f"{name}/{number}.png")
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+        archive.addfile(link)
+    before = everything_below(tmp_path)
+    run = package.pretrain(shard, out=tmp_path / "run", **TINY)
+    assert run.finished
+    after = everything_below(tmp_path)
+    assert {name for name in after - before if not name.startswith("run")} == set()
+    assert not any("link.png" in path for path in launch.prepare(shard, run.path).source.paths)
+
+
+def test_links_in_a_run_are_not_written_through(images: Path, made: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(made, run, symlinks=True)
+    out.mkdir()
+    (out / "there").write_text('{"step": 1}\n')
+    for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl", "quarantine.jsonl", ".lock", "settings.yaml"):
+        kept = (run / name).read_bytes() if (run / name).exists() else None
+        (run / name).unlink(missing_ok=True)
+        for target in (out / "new", out / "there"):
+            (run / name).unlink(missing_ok=True)
+            (run / name).symlink_to(target)
+            with suppress(UserError, OSError):
+                resumed(images, run)
+            assert [path.name for path in out.iterdir()] == ["there"], name
+            assert (out / "there").read_text() == '{"step": 1}\n', name
+        (run / name).unlink(missing_ok=True)
+        if kept is not None:
+            (run / name).write_bytes(kept)
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, cut, doubled, moved or put in."""
+    made = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 5, 20])):
+        place = rng.randrange(len(made) or 1)
+        kind = rng.randrange(6)
+        if kind == 0 and made:
+            made[place] = rng.randrange(256)
+        elif kind == 1:
+            del made[place : place + rng.choice([1, 4, 100, 10**6])]
+        elif kind == 2:
+            made[place:place] = rng.randbytes(rng.choice([1, 8, 200]))
+        elif kind == 3:
+            made[place : place + 8] = rng.choice([b"\xff" * 8, b"\0" * 8, (2**40).to_bytes(8, "little")])
+        elif kind == 4:
+            made[place:place] = made[place : place + 50]
+        else:
+            made[place : place + 1] = rng.choice([b"{", b"}", b'"', b"[", b":", b"\n", b"-", b"1e400", b"&a", b"!!"])
+    return bytes(made)
+
+
+def near_the_header(data: bytes, rng: random.Random) -> bytes:
+    """Most of a safetensors file is weights, where nothing can go wrong."""
+    head = 8 + int.from_bytes(data[:8], "little")
+    return mutated(data[:head], rng) + data[head:] if rng.random() < 0.8 else mutated(data, rng)
+
+
+COUNTS = [150, pytest.param(2000, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_mutated_weights_are_read_or_refused(made: Path, tmp_path: Path, count: int) -> None:
+    whole, rng = (made / "backbone.safetensors").read_bytes(), random.Random(0)
+    shutil.copy(made / "backbone.json", tmp_path)
+    file, refused, before = tmp_path / "backbone.safetensors", 0, resident()
+    for _ in range(count):
+        file.write_bytes(near_the_header(whole, rng))
+        message = refusal(lambda: package.load(file))
+        refused += bool(message)
+        assert "\n" not in message
+    assert refused > 0.6 * count
+    assert resident() - before < 200 * 2**20
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_mutated_recipes_are_read_or_refused(tmp_path: Path, count: int) -> None:
+    texts = [config.recipe_text(name).encode() for name in config.recipe_names()]
+    rng, refused, before = random.Random(0), 0, resident()
+    for _ in range(count):
+        (tmp_path / "r.yaml").write_bytes(mutated(rng.choice(texts), rng))
+        refused += bool(refusal(lambda: config.build(Settings, config.recipe(str(tmp_path / "r.yaml")))))
+    assert refused > 0.2 * count
+    assert resident() - before < 200 * 2**20
+
+
+def test_a_checkpoint_with_a_number_of_a_tensor_too_large_is_refused(made: Path, tmp_path: Path) -> None:
+    """A header that promises more than the file holds, and tensors that overlap."""
+    shutil.copy(made / "backbone.json", tmp_path)
+    file = tmp_path / "backbone.safetensors"
+    save_file(load_file(made / "backbone.safetensors"), file)
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(iter(header))
+    for offsets in ([0, 2**62], [2**63, 2**63 + 4], [4, 0], [0, 4]):
+        other = json.dumps(header | {name: header[name] | {"data_offsets": offsets}}).encode()
+        file.write_bytes(len(other).to_bytes(8, "little") + other + data[8 + size :])
+        with pytest.raises(UserError, match="not a whole safetensors file"):
+            package.load(file)
+    assert Run(made).finished
