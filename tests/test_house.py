@@ -36,7 +36,8 @@ ROOMS = {
     if path.name != "__init__.py"
 }
 ROOMS |= {
-    f"{name}/__init__.py": imports(SOURCE / name / "__init__.py") for name in ("augment", "evals", "report", "explorer")
+    f"{name}/__init__.py": imports(SOURCE / name / "__init__.py")
+    for name in ("augment", "evals", "report", "explorer", "study")
 }
 
 

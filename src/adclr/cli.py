@@ -137,6 +137,16 @@ def parser() -> Parser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
     report.add_argument("--out", metavar="FILE", help="where the page goes (report.html in the run)")
 
+    study = commands.add_parser(
+        "study",
+        help="a grid of runs and their scores: what is missing is run",
+        epilog="NAME=DIR says where a data set of the study lies; without it the page is made of the results there are",
+    )
+    study.add_argument("file", metavar="FILE", help="a study, such as studies/main.yaml")
+    study.add_argument("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
+    study.add_argument("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
+    study.add_argument("--minutes", type=_positive, metavar="N", help="begin no run that would end later")
+
     explore = commands.add_parser("explore", help="a page on which to ask images with boxes", add_help=False)
     explore.add_argument("weights", nargs="?", metavar="W", help=W)
     explore.add_argument("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
@@ -148,6 +158,7 @@ def parser() -> Parser:
     explore.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
     parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report, "explore": explore}
+    parsers |= {"study": study}
     main.set_defaults(parsers=parsers)
     return main
 
@@ -180,7 +191,7 @@ def _main(arguments: list[str]) -> None:
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
         commands |= {"embed": _embed, "export": _export, "visualize": _visualize, "report": _report}
-        commands |= {"explore": _explore}
+        commands |= {"explore": _explore, "study": _study}
         commands[options.command](options, words)
     except UserError as error:
         print(f"adclr: {error}", file=sys.stderr)
@@ -194,7 +205,7 @@ def _main(arguments: list[str]) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         trains = options.command in ("demo", "pretrain") and options.out
-        if options.command == "embed":
+        if options.command in ("embed", "study"):
             print("adclr: stopped; the same command goes on with what is missing", file=sys.stderr)
             raise SystemExit(130) from None
         if not trains or not any(Path(options.out).glob("**/checkpoints/step_*")):
@@ -340,6 +351,13 @@ def _report(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import report
 
     print(f"written to {report.run(options.runs, Path(options.out) if options.out else None)}")
+
+
+def _study(options: argparse.Namespace, words: list[str]) -> None:
+    from adclr import config, study
+
+    results = Path(options.results) if options.results else None
+    study.run(Path(options.file), Path(options.out), results, config.parse_words(words), options.minutes)
 
 
 def _explore(options: argparse.Namespace, words: list[str]) -> None:

@@ -149,6 +149,11 @@ def build(model: type[S], *layers: Mapping[str, Any]) -> S:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = value
+    return validated(model, tree)
+
+
+def validated(model: type[S], tree: Mapping[str, Any]) -> S:
+    """Of a tree with every name written out."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -163,6 +168,8 @@ def _sentence(error: ValidationError) -> str:
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "missing":
         message = "a number is missing"
+    if first["type"] == "extra_forbidden":
+        return f"'{name}' is not known here; mend its name or leave it out"
     return f"setting {name}={first['input']!r} is not possible: {message.replace('tuple', 'list such as [1, 2]')}"
 
 

@@ -40,6 +40,9 @@ FREE = (
     "probe.every_epochs",
     "probe.k",
     "probe.images_at_once",
+    "probe.pixels",
+    "probe.pixels_size",
+    "probe.memory_size",
     "data.labels",
 )
 

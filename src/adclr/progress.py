@@ -53,8 +53,9 @@ class Line:
         now = time.monotonic()
         if now - self.printed >= PLAIN_SECONDS or done == self.total:
             self.printed = now
-            left = (now - self.started) / max(1, done - self.first) * (self.total - done)
-            self.say(f"{self.name} {done}/{self.total} {text} {left:.0f} s left")
+            begun = done - self.first  # of nothing done yet nobody knows what is left
+            left = f" {(now - self.started) / begun * (self.total - done):.0f} s left" if begun else ""
+            self.say(f"{self.name} {done}/{self.total} {text}{left}")
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -157,3 +157,15 @@ def write(folder: Path, seed: int, num_train: int, num_val: int, size: int = 64,
         for index in track(range(first, first + count), f"render {split}", count, show):
             made = scene(seed, index, size)
             Image.fromarray(made.image).save(folder / split / KINDS[made.kind] / f"{index:05d}.png")
+
+
+def write_pixels(folder: Path, seed: int, first: int, num_train: int, num_val: int, size: int = 64) -> None:
+    """folder/{images,labels}/{train,val}/NUMBER.png and classes.txt; scenes are counted from `first`."""
+    for split, start, count in (("train", first, num_train), ("val", first + num_train, num_val)):
+        for what in ("images", "labels"):
+            (folder / what / split).mkdir(parents=True, exist_ok=True)
+        for index in track(range(start, start + count), f"render pixels {split}", count):
+            made = scene(seed, index, size)
+            Image.fromarray(made.image).save(folder / "images" / split / f"{index:05d}.png")
+            Image.fromarray(made.labels()).save(folder / "labels" / split / f"{index:05d}.png")
+    (folder / "classes.txt").write_text("\n".join(["ground", *KINDS]) + "\n")

@@ -1,0 +1,174 @@
+"""Runs what is missing of a study, as many at once as there are GPUs, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from adclr.config import UserError
+from adclr.progress import Line
+from adclr.runs import Run, write_json
+from adclr.study.outline import TRAINING, Cell, Study, locate
+from adclr.study.results import Results, value
+
+LOOK = 0.2  # seconds between looks at what runs
+STOP = 60.0  # seconds that a process has to save and end
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs and data lie."""
+
+    out: Path  # a folder for each run, jobs/ for what each was told and what it said
+    folders: Mapping[str, Path]  # of data sets, by name
+    gpus: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at once
+
+
+@dataclass(frozen=True)
+class Worker:
+    cell: Cell
+    slot: int
+    run: Run
+    log: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+def gpus() -> list[str | None]:
+    """One for each run at once; without any, one run at a time."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [None]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(named.split(",")) if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def conduct(study: Study, cells: Sequence[Cell], results: Results, place: Place, minutes: float | None) -> list[Cell]:
+    """Runs cells in their order; those left out, since they would not have ended in time."""
+    waiting, begun, free = list(cells), time.monotonic(), list(range(len(place.gpus)))
+    workers: list[Worker] = []
+    spent: list[float] = []  # seconds, of the runs that are done
+    failed: list[str] = []
+    with Line("study", len(cells)) as line, _stopping(workers):
+        while waiting or workers:
+            late = minutes is not None and _late(begun, minutes, spent)
+            while waiting and free and not late:
+                workers.append(_start(study, waiting.pop(0), results, place, free.pop(0)))
+            for worker in [one for one in workers if one.process.poll() is not None]:
+                workers.remove(worker)
+                free.append(worker.slot)
+                seconds, name = time.monotonic() - worker.started, _name(worker.cell)
+                if worker.process.returncode == 0:
+                    spent.append(seconds)
+                    line.say(f"{name}: {seconds:.0f} s; {_told(study, worker.cell, results)}")
+                elif worker.process.returncode == 2:  # a mistake that the next run would repeat
+                    raise UserError(f"{name}: {_last_line(worker.log).removeprefix('adclr: ')}")
+                else:
+                    failed.append(f"{name} ({_last_line(worker.log)}; {worker.log} has all)")
+                    line.say(f"{name}: failed with exit code {worker.process.returncode}")
+            if late and not workers:
+                break
+            line.move(len(cells) - len(waiting) - len(workers), "; ".join(_state(worker) for worker in workers))
+            time.sleep(LOOK if workers else 0)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(cells)} runs failed, first {failed[0]}; the same command tries again")
+    return waiting
+
+
+def _late(begun: float, minutes: float, spent: Sequence[float]) -> bool:
+    """Whether a run that began now would end after the time."""
+    expected = median(spent) if spent else 0.0
+    return time.monotonic() - begun + expected > 60 * minutes
+
+
+@contextmanager
+def _stopping(workers: list[Worker]) -> Iterator[None]:
+    """Whatever ends this process, but kill -9, first lets those it has started save and end."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + STOP
+        for worker in workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int) -> Worker:
+    run, file = Run(place.out / cell.key), place.out / "jobs" / f"{cell.key}.json"
+    job: dict[str, Any] = {
+        "run": str(run.path),
+        "result": str(results.file(cell)),
+        "data": locate(study.outline.data, place.folders),
+        "recipe": cell.recipe,
+        "said": dict(cell.said),
+        "known_by": cell.known_by,
+        "untrained": cell.untrained,
+        "evaluations": [
+            {"evaluation": one.model_dump(mode="json"), "data": locate(one.data, place.folders)}
+            for one in results.missing(cell, study.outline.evaluations)
+            if one.data is not None and one.name != TRAINING
+        ],
+    }
+    write_json(file, job)
+    gpu, log = place.gpus[slot], file.with_suffix(".log")
+    with open(log, "ab") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "adclr.study.work", str(file)],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+            process_group=0,  # Ctrl-C reaches this process alone, which then tells it, once
+        )
+    return Worker(cell, slot, run, log, process, time.monotonic())
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.label}, seed {cell.seed}"
+
+
+def _told(study: Study, cell: Cell, results: Results) -> str:
+    found = results.of(cell)
+    numbers = [(title, value(found, one), one.digits) for title, one in study.outline.evaluations.items()]
+    return ", ".join(f"{title} {number:.{digits}f}" for title, number, digits in numbers if number is not None)
+
+
+def _state(worker: Worker) -> str:
+    """How far a run is, by the last line of its metrics, or of what it said."""
+    if (worker.run.path / "results.json").exists() or worker.cell.untrained:
+        return f"{_name(worker.cell)}: {_last_line(worker.log)[:60]}"
+    last = re.search(r'"epoch": ([0-9.]+)', _last_line(worker.run.path / "metrics.jsonl"))
+    epoch = float(last[1]) if last else 0.0
+    return f"{_name(worker.cell)}: epoch {epoch:.0f} of {worker.cell.settings.train.epochs}"
+
+
+def _last_line(log: Path) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.path.getsize(log) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,48 @@
+"""One run of a study and its scores, in a process of its own: `python -m adclr.study.work JOB`, a file of JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from adclr import config, evals, jobs, launch, training
+from adclr.config import UserError
+from adclr.runs import Run, read_json
+from adclr.settings import Settings
+from adclr.study import results
+from adclr.study.outline import Evaluation
+from adclr.weights import save_backbone
+
+
+def work(job: dict[str, Any]) -> None:
+    """Trains what is not trained, scores what is not scored, and keeps each as soon as it is there."""
+    run, result = Run(job["run"]), Path(job["result"])
+    if not result.exists() or not (run.path / "backbone.safetensors").exists():
+        if job["untrained"]:
+            settings = config.build(Settings, config.recipe(job["recipe"]), job["said"])
+            save_backbone(run.path, jobs.build(settings).teacher.backbone.state_dict(), settings)
+        else:
+            training.run(launch.prepare(job["data"], run.path, job["recipe"], job["said"]))
+        if not result.exists():
+            results.keep_training(result, job["known_by"], run, job["untrained"])
+    for spec in job["evaluations"]:
+        evaluation = config.validated(Evaluation, spec["evaluation"])
+        print(f"evaluate {evaluation.name} on {spec['data']}", flush=True)
+        settings = evaluation.build(str(run.path), spec["data"])
+        started = time.monotonic()
+        scores = evals.score(evaluation.name, settings, evals.file_of(evaluation.name, settings))
+        results.keep_scores(result, evaluation, scores, time.monotonic() - started)
+
+
+def main() -> None:
+    try:
+        work(read_json(Path(sys.argv[1])))
+    except UserError as error:
+        print(f"adclr: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Studies: which runs a file asks for, how they are found again, what is made of their numbers, and real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from adclr import scenes
+from adclr.config import UserError
+from adclr.study import figure, outline, table
+from adclr.study.outline import read
+from adclr.study.results import Results
+from adclr.study.table import Sample
+from tiny import TINY, Adclr
+
+STUDIES = Path(__file__).parent.parent / "studies"
+KNN = {"name": "knn", "data": "photos", "score": "knn_top1_k3", "settings": {"k": [3], "device": "cpu"}}
+SMALL = {"title": "A study", "data": "photos/train", "recipe": "demo", "evaluations": {"kNN": KNN}}
+
+
+def study(folder: Path, name: str = "one.yaml", **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(SMALL | changes))  # which is YAML too
+    return folder / name
+
+
+# -- which runs --
+
+
+def test_arms_times_grid_times_seeds(tmp_path: Path) -> None:
+    arms = {"a": None, "b": {"settings": {"query_keys": "all"}}, "c": {"recipe": "dino_small"}}
+    found = read(study(tmp_path, arms=arms, grid={"views.num_queries": [7, 3]}, seeds=[5, 6]))
+    assert [(cell.label, cell.seed) for cell in found.cells[:7]] == [
+        ("a, num_queries=7", 5),
+        ("a, num_queries=3", 5),
+        ("b, num_queries=7", 5),
+        ("b, num_queries=3", 5),
+        ("c, num_queries=7", 5),
+        ("c, num_queries=3", 5),
+        ("a, num_queries=7", 6),  # the next seed after all of one: the most telling first
+    ]
+    assert len(found.cells) == 12
+    assert found.labels[:2] == ["a, num_queries=3", "a, num_queries=7"]  # in a table by their numbers
+    cell = found.cells[3]
+    assert (cell.settings.views.num_queries, cell.settings.model.query_keys, cell.settings.train.seed) == (3, "all", 5)
+    assert found.cells[4].settings.method.num_prototypes == 4096  # that recipe's
+
+
+def test_a_run_is_known_by_what_it_computes(tmp_path: Path) -> None:
+    def key(**changes: Any) -> str:
+        return read(study(tmp_path, **changes)).cells[0].key
+
+    own = key()
+    assert key(title="Another", evaluations={"other": KNN | {"score": "x"}}) == own  # whatever study asks for it
+    assert key(arms={"a name": None}) == own
+    for setting, value in {"train.device": "cpu", "data.num_workers": 3, "train.keep_checkpoints": 9}.items():
+        assert key(settings={setting: value}) == own, setting
+    others = [
+        key(settings={"method.query_weight": 0.25}),
+        key(seeds=[1]),
+        key(data="others/train"),
+        key(recipe="adclr_small"),
+        key(arms={"untrained": {"untrained": True}}),
+    ]
+    assert len({own, *others}) == 6
+
+
+def test_a_default_that_has_changed_since_is_noticed(tmp_path: Path) -> None:
+    found = read(study(tmp_path))
+    kept = Results(tmp_path / "results")
+    file = kept.file(found.cells[0])
+    file.parent.mkdir(parents=True)
+    known = found.cells[0].known_by
+    file.write_text(json.dumps({**known, "training": {}, "evaluations": {}}))
+    assert kept.of(found.cells[0]) is not None
+    known["settings"] |= {"optim.clip_norm": 7.0, "no.longer.there": 1}
+    file.write_text(json.dumps({**known, "training": {}, "evaluations": {}}))
+    with pytest.raises(UserError, match=r"optim\.clip_norm=7\.0, which is 3\.0 now; delete it or set"):
+        kept.of(found.cells[0])
+    file.write_text("[]")
+    with pytest.raises(UserError, match="is not the result of a run"):
+        kept.of(found.cells[0])
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"seed": 3}, "'seed' is not known here"),
+    "no evaluation": ({"evaluations": {}}, "evaluations"),
+    "unknown evaluation": ({"evaluations": {"x": KNN | {"name": "kn"}}}, "unknown evaluation 'kn'"),
+    "its setting": ({"evaluations": {"x": KNN | {"settings": {"kk": 3}}}}, "evaluation 'x': unknown setting 'kk'"),
+    "its data": ({"evaluations": {"x": {"name": "knn", "score": "y"}}}, "evaluation knn needs data: NAME"),
+    "its weights": ({"evaluations": {"x": KNN | {"settings": {"weights": "W"}}}}, "told its weights"),
+    "a setting": ({"settings": {"epoch": 3}}, "did you mean 'train.epochs'"),
+    "a value": ({"settings": {"epochs": "many"}}, "train.epochs='many'"),
+    "a combination": ({"settings": {"global_size": 33}}, "not divisible"),
+    "the seed": ({"settings": {"seed": 1}}, "train.seed is not a setting here"),
+    "the data": ({"grid": {"data.path": ["x"]}}, "data.path is not a setting here"),
+    "the recipe": ({"recipe": "adclr_smal"}, "did you mean 'adclr_small'"),
+    "the control": ({"control": "nobody"}, "control 'nobody' is none of: demo"),
+    "an empty grid": ({"grid": {"epochs": []}}, "grid epochs has no values"),
+    "the same twice": ({"arms": {"a": None, "b": None}}, "'a' and 'b' are the same run"),
+    "a path": ({"data": "../photos"}, "is not a name"),
+    "a path in the middle": ({"data": "photos/../../etc"}, "is not a name"),
+    "an absolute path": ({"data": "/etc"}, "is not a name"),
+    "a negative seed": ({"seeds": [-1]}, "seeds"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_mistakes_are_found_before_a_run_begins(tmp_path: Path, mistake: str) -> None:
+    changes, message = MISTAKES[mistake]
+    with pytest.raises(UserError) as caught:
+        read(study(tmp_path, **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "one.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n", "title: [", "!!python/object/apply:os.system ['touch x']", "a: &a [*a]\n"]
+)
+def test_what_is_no_study_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"study .*x\.yaml"):
+        read(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("file", sorted(STUDIES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
+    found = read(file)
+    assert found.cells
+    assert len({cell.key for cell in found.cells}) == len(found.cells)
+
+
+def test_ablations_share_their_runs() -> None:
+    """The run with the settings of the recipe is in several of them, and is made once."""
+    shared = [{cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in ("query_weight", "num_queries")]
+    shared += [{cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in ("query_keys", "details")]
+    assert set.intersection(*shared)
+
+
+# -- what is made of the numbers --
+
+
+def test_means_deviations_and_intervals() -> None:
+    own, control = Sample({0: 71.0, 1: 73.0, 2: 75.0, 9: 1.0}), Sample({0: 70.0, 1: 70.0, 2: 73.0})
+    apart = own.minus(control)  # 1, 3, 2 of the seeds that both have
+    assert dict(apart.by_seed) == {0: 1.0, 1: 3.0, 2: 2.0}
+    assert (apart.mean, apart.deviation) == (2.0, 1.0)
+    low, high = stats.t.interval(0.95, 2, loc=2.0, scale=1 / 3**0.5)
+    half = apart.half_width()
+    assert half is not None
+    assert (2 - half, 2 + half) == pytest.approx((low, high), abs=1e-3)
+    assert Sample({4: 1.0}).half_width() is None
+    assert Sample({}).mean is None
+
+
+def test_quantiles_are_students() -> None:
+    assert pytest.approx([stats.t.ppf(0.975, n) for n in range(1, len(table.T) + 1)], abs=6e-4) == table.T
+    assert pytest.approx(stats.t.ppf(0.975, len(table.T) + 4), abs=0.02) == table.T_LATER
+
+
+def kept(folder: Path, file: Path, scores: dict[tuple[str, int], float]) -> tuple[outline.Study, Results]:
+    """A study of which these runs are done, by label and seed."""
+    found, results = read(file), Results(folder)
+    for cell in found.cells:
+        if (cell.label, cell.seed) in scores:
+            score = {"knn_top1_k3": scores[cell.label, cell.seed], "knn_train": 5}
+            training = {"minutes": 2.0, "gib": 3.5, "images_per_second": 100.0, "last": {"rank_cls": 7.0}}
+            evaluations = {one.key: {"scores": score} for one in found.outline.evaluations.values()}
+            text = {**cell.known_by, "training": training, "evaluations": evaluations, "provenance": []}
+            results.file(cell).parent.mkdir(parents=True, exist_ok=True)
+            results.file(cell).write_text(json.dumps(text))
+    return found, results
+
+
+def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> None:
+    rank = {"name": "training", "score": "rank_cls", "digits": 2}
+    grid = {"views.num_queries": [10, 0]}
+    file = study(tmp_path, grid=grid, seeds=[0, 1], control="num_queries=0", evaluations={"kNN": KNN, "rank": rank})
+    scores = {("num_queries=10", 0): 50.0, ("num_queries=10", 1): 54.0, ("num_queries=0", 0): 49.0}
+    found, results = kept(tmp_path / "results", file, scores)
+    rows = table.collect(found, results)
+    text = table.page(found, results, rows, None)
+    lines = text.splitlines()
+    assert "**1 of 4 runs are missing: num_queries=0, seed 1.**" in lines
+    assert "| num_queries=0 (control) | 49.0 | 7.00 | 2.0 | 3.5 | 100 | 1 |" in lines
+    assert "| num_queries=10 | 52.0 ± 2.8 | 7.00 ± 0.00 | 2.0 | 3.5 | 100 | 2 |" in lines
+    assert "| num_queries=10 | +1.0 | +0.00 |" in lines  # of the one seed that both have
+    assert "`knn_top1_k3` of `adclr evaluate knn` on photos" in text
+    told = table.numbers(rows, "num_queries=0")
+    assert told["num_queries=10"]["kNN"]["difference"]["by_seed"] == {0: 1.0}
+    json.dumps(told)
+
+
+def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    file = study(tmp_path, evaluations={"kNN": KNN | {"score": "top1"}})
+    found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
+    with pytest.raises(UserError, match="knn has no score 'top1'; it has: knn_top1_k3, knn_train"):
+        table.collect(found, results)
+
+
+@pytest.mark.parametrize("with_grid", [False, True])
+def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> None:
+    arms = {"one & all": None, "<two>": {"settings": {"query_keys": "all"}}}
+    grid = {"views.num_queries": [1, 5]} if with_grid else {}
+    file = study(tmp_path, arms=arms, grid=grid, seeds=[0, 1])
+    labels = read(file).labels
+    scores = {(label, seed): 40.0 + 10 * n + seed for n, label in enumerate(labels) for seed in (0, 1)}
+    found, results = kept(tmp_path / "results", file, scores)
+    text = figure.draw(found, table.collect(found, results))
+    assert text is not None
+    root = ET.fromstring(text)
+    dots = [node for node in root.iter("{http://www.w3.org/2000/svg}circle") if node.get("r") == "3"]
+    assert len(dots) == len(scores)
+    heights = [float(node.get("cy", 0)) for node in dots]
+    assert min(heights) > 0
+    assert heights == sorted(heights, reverse=True) or with_grid  # higher scores are drawn higher
+    shown = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "one & all" in shown
+    assert not with_grid or {"1", "5", "num_queries"} <= set(shown)
+
+
+def test_no_figure_of_nothing(tmp_path: Path) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path), {})
+    assert figure.draw(found, table.collect(found, results)) is None
+
+
+# -- real ones --
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    scenes.write(folder, 0, 48, 16, 24, show=False)
+    return folder
+
+
+REAL = {"settings": TINY | {"train.checkpoint_every_steps": 1}, "arms": {"ADCLR": None, "start": {"untrained": True}}}
+REAL |= {"control": "start", "seeds": [0]}
+
+
+def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
+    file, place = study(tmp_path / "studies", **REAL), ["--out", tmp_path / "runs"]
+    first = adclr("study", file, *place, f"photos={photos}")
+    assert first.returncode == 0, first.stderr
+    page = (tmp_path / "studies/results/one.md").read_text()
+    assert page in first.stdout
+    assert "missing" not in page
+    runs = sorted((tmp_path / "studies/results/runs").glob("*.json"))
+    assert len(runs) == 2
+    trained = next(json.loads(run.read_text()) for run in runs if not json.loads(run.read_text())["untrained"])
+    assert trained["training"]["steps"] == 12
+    assert trained["data"] == "photos/train"
+    assert str(tmp_path) not in json.dumps(trained)  # it can be shown to anybody
+    assert trained["provenance"][0]["collection"]
+    assert ET.parse(tmp_path / "studies/results/one.svg")
+    written = {run: run.stat().st_mtime_ns for run in (tmp_path / "runs").rglob("*.safetensors")}
+    # one more column: only it is scored
+    other = KNN | {"settings": {"k": [3], "device": "cpu", "features": "both"}}
+    more = study(tmp_path / "studies", **REAL | {"evaluations": {"kNN": KNN, "mean patch": other}})
+    again = adclr("study", more, *place, f"photos={photos}")
+    assert again.returncode == 0, again.stderr
+    assert {run: run.stat().st_mtime_ns for run in (tmp_path / "runs").rglob("*.safetensors")} == written
+    scored = json.loads(runs[0].read_text())["evaluations"]
+    assert len(scored) == 2
+    # elsewhere, without data and without runs, from what is committed
+    remade = adclr("study", file, "--out", tmp_path / "nowhere")
+    assert remade.returncode == 0, remade.stderr
+    assert (tmp_path / "studies/results/one.md").read_text() in remade.stdout
+    assert "2 runs, 2 of them done" in remade.stdout
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
+    changes = REAL | {"settings": {**TINY, "train.epochs": 15, "train.checkpoint_every_steps": 1000}, "arms": {}}
+    file = study(tmp_path / "studies", **(changes | {"control": None}))
+    command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={photos}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "adclr", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    (cell,) = read(file).cells
+    metrics = tmp_path / "runs" / cell.key / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size > 500):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert b"the same command goes on with what is missing" in said
+    assert b"Traceback" not in said
+    log = (tmp_path / "runs/jobs" / f"{cell.key}.log").read_text()
+    assert "saved" in log  # the run was let save
+    assert list((tmp_path / "runs" / cell.key / "checkpoints").glob("step_*"))
+    done = adclr(*command)
+    assert done.returncode == 0, done.stderr
+    starts = json.loads((tmp_path / "runs" / cell.key / "provenance.json").read_text())
+    assert len(starts) == 2
+    assert starts[1]["from_step"] > 0
+
+
+def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
+    arms = {"a": {"untrained": True}, "b": {"untrained": True, "settings": {"depth": 1}}}
+    file = study(tmp_path / "studies", **(REAL | {"arms": arms, "control": None}))
+    place = ["--out", tmp_path / "runs"]
+    box = adclr("study", file, *place, "--minutes", "0.0001", f"photos={photos}")
+    assert box.returncode == 0, box.stderr
+    assert "1 runs were not begun, since the time was up" in box.stdout
+    for words, message in (
+        ([f"pictures={photos}"], "uses no data called 'pictures'; it uses: photos"),
+        ([f"photos={tmp_path}/no"], "does not exist; check the path"),
+        ([f"photos={tmp_path}/studies"], "seed 0: "),  # a run that cannot be scored says why
+    ):
+        refused = adclr("study", file, *place, *words)
+        assert refused.returncode == 2, refused.stderr
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+    nothing = adclr("study", file, *place)
+    assert nothing.returncode == 0
+    assert "say where the data lies to make them: photos=DIR" in nothing.stdout
+
+
+def test_a_gpu_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from adclr.study.conduct import gpus
+
+    assert gpus() == [None] or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus() == ["0", "1", "2"]
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "4,7")
+    assert gpus() == ["4", "7"]
