@@ -26,11 +26,14 @@ check: setup-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# a process for each core; the tests of a file stay together, since they share what is costly to make
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 test-full: check
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest $(PARALLEL) -m "not gpu"
 
 format: setup-test
 	$(BIN)/ruff check --fix .

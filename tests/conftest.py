@@ -13,9 +13,9 @@ if not torch.cuda.is_available():  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 from adclr import scenes
-from tiny import Adclr, adclr_command
+from tiny import THREADS, Adclr, adclr_command
 
-torch.set_num_threads(2)
+torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
     """Networks as small as in tests are no faster with two, and on a busy machine much slower."""
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

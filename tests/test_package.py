@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import venv
@@ -20,14 +21,14 @@ import adclr
 from adclr import config
 from adclr.settings import Settings
 from dense_scenes import segmented
-from tiny import TINY, words
+from tiny import THREADS, TINY, words
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "2"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(THREADS)}
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=540, cwd=cwd, env=environment
     )
@@ -104,11 +105,12 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
-    """Where the README's reader stands: photos/, labelled/ and pixels/ are here."""
+    """Where the README's reader stands: photos/, labelled/ and pixels/ are here, and the studies."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "photos").symlink_to(images / "train")
     (folder / "labelled").symlink_to(images)
     segmented(folder / "pixels", 3, 2, 24)
+    shutil.copytree(ROOT / "studies", folder / "studies")
     return folder
 
 
@@ -138,6 +140,8 @@ def test_every_command_of_the_readme_works(place: Path) -> None:
         assert (place / "runs" / name / "backbone.safetensors").exists()
     assert list((place / "runs/photos/evals/knn").glob("labelled-*.json"))
     assert (place / "exports/photos/README.md").exists()
+    for page in ("scenes.md", "scenes.svg", "scenes.json"):  # what is shipped is what its numbers make
+        assert (place / "studies/results" / page).read_bytes() == (ROOT / "studies/results" / page).read_bytes()
     assert (place / "features.parquet").exists()
     assert (place / "maps" / "index.jsonl").exists()
     assert {path.stem for path in (place / "runs/photos_seen").glob("*.json")} == {

@@ -139,13 +139,16 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
     found = read(file)
     assert found.cells
     assert len({cell.key for cell in found.cells}) == len(found.cells)
+    scores = {"knn": "knn_top1_k20", "linear": "linear_top1", "finetune": "finetune_top1", "training": "rank_cls"}
+    scores |= {"incontext": "incontext_miou", "segmentation": "segmentation_miou", "detection": "box_ap"}
+    for evaluation in found.outline.evaluations.values():  # names that the tests of these evaluations have seen
+        assert evaluation.score == scores[evaluation.name]
 
 
 def test_ablations_share_their_runs() -> None:
-    """The run with the settings of the recipe is in several of them, and is made once."""
-    shared = [{cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in ("query_weight", "num_queries")]
-    shared += [{cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in ("query_keys", "details")]
-    assert set.intersection(*shared)
+    """A run that several of them ask for is made once."""
+    for names in (("query_weight", "num_queries"), ("query_keys", "details", "query_scale", "collapse")):
+        assert set.intersection(*({cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in names))
 
 
 # -- what is made of the numbers --

@@ -20,7 +20,7 @@ from adclr import config, jobs, launch
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
-from tiny import TINY, words
+from tiny import THREADS, TINY, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
 
@@ -63,7 +63,7 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path,
         "        time.sleep(0.01)\n"
         "j.Journal.step = dead; main(sys.argv[1:])"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     killed = subprocess.run([sys.executable, "-c", killer, *command[3:]], capture_output=True, env=environment)
     assert killed.returncode == -signal.SIGKILL
     assert Run(parts).steps() == [first]

@@ -44,6 +44,9 @@ def words(changes: dict[str, Any]) -> list[str]:
     return [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
 
 
+# Beside other tests one thread each: more only wait for one another.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+
 Adclr = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -53,5 +56,5 @@ def adclr_command(*arguments: object, **environment: str) -> subprocess.Complete
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "2"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment,
     )

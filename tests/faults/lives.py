@@ -18,7 +18,7 @@ import torch
 from adclr import checkpoint, jobs, manifest, optim
 from adclr.method import ADCLR
 from adclr.runs import Run
-from tiny import TINY, tiny, words
+from tiny import THREADS, TINY, tiny, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
 
@@ -29,7 +29,7 @@ def command(data: Path, out: Path, **changes: Any) -> list[str]:
 
 
 def start(
-    data: Path, out: Path, *, before: str = "", ranks: int = 1, threads: int = 2, **changes: Any
+    data: Path, out: Path, *, before: str = "", ranks: int = 1, threads: int = THREADS, **changes: Any
 ) -> subprocess.Popen[str]:
     """A run in a process of its own; `before` is Python that is done first, to make things go wrong."""
     text = f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"
@@ -44,7 +44,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # two as in the tests' own process, whose runs then round alike
+        # as many as in the tests' own process, whose runs then round alike
         env=os.environ | {"OMP_NUM_THREADS": str(threads if ranks == 1 else 1)},
     )
 
