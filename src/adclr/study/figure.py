@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from html import escape
 
 from adclr.report.charts import number, ticks
-from adclr.study.outline import Study
+from adclr.study.outline import Outline, Study
 from adclr.study.table import Rows, Sample
 
-WIDTH, HEIGHT, ACROSS = 430, 300, 2  # pixels of a panel; panels side by side
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 40, 74
+WIDTH, HEIGHT, ACROSS = 430, 280, 2  # pixels of a panel; panels side by side
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 40, 66  # BOTTOM has room for slanted names
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
+DASHED = 'stroke="#555" stroke-dasharray="5 4"'
 LETTER = 6.4  # pixels of a letter, about
 
 
@@ -54,7 +55,7 @@ def draw(study: Study, rows: Rows) -> str | None:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {across * WIDTH} {down * HEIGHT + 30}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f"{_legend(names, study.outline.title)}{''.join(placed)}</svg>\n"
+        f"{_legend(names, study.outline)}{''.join(placed)}</svg>\n"
     )
 
 
@@ -64,16 +65,18 @@ def _shared(points: Sequence[str]) -> str:
     return firsts.pop() if len(firsts) == 1 and not any("," in point for point in points) else ""
 
 
-def _legend(names: Sequence[str], title: str) -> str:
-    parts, x = (
-        [f'<text x="{LEFT}" y="20" font-weight="bold">{escape(title)}</text>'],
-        LEFT + 30 + LETTER * len(title) * 1.15,
-    )
+def _legend(names: Sequence[str], outline: Outline) -> str:
+    """The title, whose colour is whose, and the line of the control."""
+    x = LEFT + 30 + LETTER * len(outline.title) * 1.15  # it is bold
+    parts = [f'<text x="{LEFT}" y="20" font-weight="bold">{escape(outline.title)}</text>']
     for style, name in enumerate(names if len(names) > 1 else ()):
-        colour = COLOURS[style % len(COLOURS)]
-        parts.append(f'<circle cx="{x:.0f}" cy="16" r="4" fill="{colour}"/>')
+        parts.append(f'<circle cx="{x:.0f}" cy="16" r="4" fill="{COLOURS[style % len(COLOURS)]}"/>')
         parts.append(f'<text x="{x + 8:.0f}" y="20">{escape(name)}</text>')
         x += 30 + LETTER * len(name)
+    if outline.control:
+        parts.append(
+            f'<path d="M{x:.0f} 16h24" {DASHED}/><text x="{x + 30:.0f}" y="20">{escape(outline.control)}</text>'
+        )
     return "".join(parts)
 
 
@@ -94,7 +97,7 @@ def _panel(title: str, axis: Sequence[str], series: Sequence[Series], control: f
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
     if control is not None:
-        parts.append(f'<path d="M{LEFT} {y_of(control):.1f}H{WIDTH - RIGHT}" stroke="#555" stroke-dasharray="5 4"/>')
+        parts.append(f'<path d="M{LEFT} {y_of(control):.1f}H{WIDTH - RIGHT}" {DASHED}/>')
     slanted = any(len(name) * LETTER > step - 6 for name in axis)
     for place, name in enumerate(axis):
         x, y = LEFT + (place + 0.5) * step, HEIGHT - BOTTOM + 16
