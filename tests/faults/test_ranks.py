@@ -113,7 +113,7 @@ def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> Non
     "lives_of",
     [
         ((2, "true", 4), (1, "false", 6)),
-        pytest.param(((1, "false", 2), (3, "true", 3), (2, "false", 5), (2, "true", 6)), marks=FULL),
+        pytest.param(((1, "false", 1), (3, "true", 3), (2, "false", 5), (2, "true", 6)), marks=FULL),
     ],
 )
 def test_spread_and_whole_weights_go_on_from_each_other(
