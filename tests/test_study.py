@@ -317,7 +317,8 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     arms = {"a": {"untrained": True}, "b": {"untrained": True, "settings": {"depth": 1}}}
     file = study(tmp_path / "studies", **(REAL | {"arms": arms, "control": None}))
     place = ["--out", tmp_path / "runs"]
-    box = adclr("study", file, *place, "--minutes", "0.0001", f"photos={photos}")
+    box_of = ["--minutes", "0.0001"]
+    box = adclr("study", file, *place, *box_of, f"photos={photos}")
     assert box.returncode == 0, box.stderr
     assert "1 runs were not begun, since the time was up" in box.stdout
     for words, message in (
@@ -329,6 +330,20 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
         assert refused.returncode == 2, refused.stderr
         assert message in refused.stderr
         assert "Traceback" not in refused.stderr
+    both = adclr(
+        "study",
+        file,
+        "--out",
+        tmp_path / "both",
+        "--results",
+        tmp_path / "r",
+        "--at-once",
+        "2",
+        *box_of,
+        f"photos={photos}",
+    )
+    assert both.returncode == 0, both.stderr
+    assert "not begun" not in both.stdout  # the second did not wait for the first
     nothing = adclr("study", file, *place)
     assert nothing.returncode == 0
     assert "say where the data lies to make them: photos=DIR" in nothing.stdout

@@ -146,6 +146,9 @@ def parser() -> Parser:
     study.add_argument("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
     study.add_argument("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
     study.add_argument("--minutes", type=_positive, metavar="N", help="begin no run that would end later")
+    study.add_argument(
+        "--at-once", type=_count, default=1, metavar="N", help="runs on each GPU at a time (%(default)s)"
+    )
 
     explore = commands.add_parser("explore", help="a page on which to ask images with boxes", add_help=False)
     explore.add_argument("weights", nargs="?", metavar="W", help=W)
@@ -356,8 +359,8 @@ def _report(options: argparse.Namespace, words: list[str]) -> None:
 def _study(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import config, study
 
-    results = Path(options.results) if options.results else None
-    study.run(Path(options.file), Path(options.out), results, config.parse_words(words), options.minutes)
+    results, data = Path(options.results) if options.results else None, config.parse_words(words)
+    study.run(Path(options.file), Path(options.out), results, data, options.minutes, options.at_once)
 
 
 def _explore(options: argparse.Namespace, words: list[str]) -> None:

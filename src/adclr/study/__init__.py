@@ -19,7 +19,14 @@ from adclr.study.results import Results
 NUM_TRAIN, NUM_VAL, NUM_PIXELS, SIZE = 2000, 500, (200, 100), 64  # of the built-in scenes
 
 
-def run(file: Path, out: Path, results: Path | None, data: Mapping[str, Any], minutes: float | None) -> Path:
+def run(
+    file: Path,
+    out: Path,
+    results: Path | None,
+    data: Mapping[str, Any],
+    minutes: float | None = None,
+    at_once: int = 1,  # on each GPU
+) -> Path:
     """Runs what is missing and can be run, and writes the page; without data it is remade of what is there."""
     study = read(file)
     kept = Results(results if results is not None else file.parent / "results")
@@ -36,7 +43,7 @@ def run(file: Path, out: Path, results: Path | None, data: Mapping[str, Any], mi
         check_writable(out)
         if SCENES in study.data_names():
             folders[SCENES] = _scenes(out / SCENES)
-        place = Place(out, folders, gpus())
+        place = Place(out, folders, gpus() * at_once)
         left = conduct(study, missing, kept, place, minutes if minutes is not None else study.outline.minutes)
         if left:
             print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")

@@ -136,10 +136,14 @@ def _mean(sample: Sample, digits: int, deviation: bool = True) -> str:
 def _difference(sample: Sample, evaluation: Evaluation) -> str:
     if sample.mean is None:
         return "–"
-    digits, half = evaluation.digits, sample.half_width()
+    half = sample.half_width()
+
+    def signed(number: float) -> str:
+        return f"{round(number, evaluation.digits) + 0.0:+.{evaluation.digits}f}"  # no -0.0
+
     if half is None:
-        return f"{sample.mean:+.{digits}f}"
-    return f"{sample.mean:+.{digits}f} [{sample.mean - half:+.{digits}f}, {sample.mean + half:+.{digits}f}]"
+        return signed(sample.mean)
+    return f"{signed(sample.mean)} [{signed(sample.mean - half)}, {signed(sample.mean + half)}]"
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
