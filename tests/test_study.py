@@ -17,7 +17,7 @@ from scipy import stats
 
 from adclr import scenes
 from adclr.config import UserError
-from adclr.study import figure, outline, table
+from adclr.study import conduct, figure, outline, table
 from adclr.study.outline import read
 from adclr.study.results import Results
 from adclr.study.table import Sample
@@ -123,6 +123,20 @@ def test_mistakes_are_found_before_a_run_begins(tmp_path: Path, mistake: str) ->
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "one.yaml" in str(caught.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    for name in ("title", "data", "recipe", "evaluations"):
+        (tmp_path / "x.yaml").write_text(json.dumps({key: value for key, value in SMALL.items() if key != name}))
+        with pytest.raises(UserError, match=rf"x\.yaml: '{name}' is missing; add it$"):
+            read(tmp_path / "x.yaml")
+
+
+def test_data_is_a_name_a_kind_and_a_folder_in_it() -> None:
+    folders = {"cars": Path("/data/cars"), "im": Path("/data/im")}
+    assert outline.locate("cars:cars", folders) == "cars:/data/cars"
+    assert outline.locate("im/train/a", folders) == "/data/im/train/a"
+    assert outline.name_of("cars:im/train") == "im"
 
 
 @pytest.mark.parametrize(
@@ -349,15 +363,31 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     assert "say where the data lies to make them: photos=DIR" in nothing.stdout
 
 
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are real; in the place of Python they are a script that fails for one of the two runs."""
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit 9\necho done >> ran\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.chdir(tmp_path)
+    arms = {"bad": {"settings": {"depth": 1}}, "good": None}
+    found, place = read(study(tmp_path, arms=arms)), conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None])
+    with pytest.raises(UserError) as caught:
+        conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
+    assert str(caught.value).startswith("1 of 2 runs failed, first bad, seed 0 (working on ")
+    assert "the same command tries again" in str(caught.value)
+    assert (tmp_path / "ran").read_text() == "done\n"  # the one behind it
+
+
 def test_a_gpu_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from adclr.study.conduct import gpus
-
-    assert gpus() == [None] or torch.cuda.is_available()
+    assert conduct.gpus() == [None] or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus() == ["0", "1", "2"]
+    assert conduct.gpus() == ["0", "1", "2"]
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "4,7")
-    assert gpus() == ["4", "7"]
+    assert conduct.gpus() == ["4", "7"]

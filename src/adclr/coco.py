@@ -264,7 +264,8 @@ def check(splits: Sequence[Instances], num_workers: int | None = None, show: boo
             data = split.photos.read(index)
             size = size_of(data)
             if size != wanted:  # unless it is to be turned
-                size = Decoder()(data).shape[1], Decoder()(data).shape[2]
+                _, *turned = Decoder()(data).shape
+                size = turned[0], turned[1]
         except (Unreadable, OSError):
             return None  # images that cannot be read are counted where they are used
         if size == wanted:

@@ -167,6 +167,8 @@ def _sentence(error: ValidationError) -> str:
     name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "missing":
+        if isinstance(first["loc"][-1], str):
+            return f"'{name}' is missing; add it"
         message = "a number is missing"
     if first["type"] == "extra_forbidden":
         return f"'{name}' is not known here; mend its name or leave it out"

@@ -17,11 +17,9 @@ from adclr.config import UserError
 from adclr.looking import Box
 from adclr.pictures import Cell
 from adclr.runs import check_writable
-from adclr.scenes import Scene
+from adclr.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
 from adclr.weights import Weights, load_weights
 
-SIZE = 64  # pixels of a scene
-NUM_TRAIN, NUM_VAL = 2000, 500
 SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety of kinds
 
 

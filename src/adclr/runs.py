@@ -64,10 +64,14 @@ def _write_all(handle: int, data: bytes | memoryview) -> None:
         left = left[os.write(handle, left) :]
 
 
+def _open_itself(path: str | Path, flags: int) -> int:
+    """Never what a link leads to: one in a run that somebody gave away must not make us write elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _append(path: Path, data: bytes) -> None:
     """All of it or, if the disk is full, nothing."""
-    # a link in a run that somebody gave away must not make us write elsewhere
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    handle = _open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(handle).st_size
         try:
@@ -147,8 +151,7 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Only one program at a time works on a run; the lock goes with its process, however that ends."""
         self.path.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        with open(self.path / ".lock", "wb", opener=lambda path, _: os.open(path, flags, 0o666)) as file:
+        with open(self.path / ".lock", "ab", opener=_open_itself) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -222,11 +225,7 @@ class Run:
 
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
         """Appends a row unless one of the same `key` is there, whichever process wrote it, or the disk is full."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with (
-            suppress(OSError),
-            open(self.path / name, "ab", opener=lambda path, _: os.open(path, flags, 0o666)) as file,
-        ):
+        with suppress(OSError), open(self.path / name, "ab", opener=_open_itself) as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if all(there.get(key) != row[key] for there in self.rows(name)):

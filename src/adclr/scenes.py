@@ -21,6 +21,7 @@ from adclr.progress import track
 
 Field = NDArray[np.float64]
 FINE = 2  # samples across a pixel, averaged
+SIZE, NUM_TRAIN, NUM_VAL = 64, 2000, 500  # pixels and numbers of those of the demo, which studies use too
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _ground(dice: _Dice, x: Field, y: Field) -> Field:
     return np.asarray(first * mix + second * (1 - mix))
 
 
-def scene(seed: int, index: int, size: int = 64) -> Scene:
+def scene(seed: int, index: int, size: int = SIZE) -> Scene:
     """One large object and up to three small ones, which may hide a part of it."""
     dice = _Dice(seed, index)
     line = (np.arange(size * FINE) + 0.5) / (size * FINE) * 2 - 1
@@ -149,7 +150,7 @@ def scene(seed: int, index: int, size: int = 64) -> Scene:
     return Scene((image * 255).round().astype(np.uint8), largest.kind, objects)
 
 
-def write(folder: Path, seed: int, num_train: int, num_val: int, size: int = 64, show: bool = True) -> None:
+def write(folder: Path, seed: int, num_train: int, num_val: int, size: int = SIZE, show: bool = True) -> None:
     """folder/{train,val}/KIND/NUMBER.png; val scenes are other scenes."""
     for split, first, count in (("train", 0, num_train), ("val", num_train, num_val)):
         for kind in KINDS:
@@ -159,7 +160,7 @@ def write(folder: Path, seed: int, num_train: int, num_val: int, size: int = 64,
             Image.fromarray(made.image).save(folder / split / KINDS[made.kind] / f"{index:05d}.png")
 
 
-def write_pixels(folder: Path, seed: int, first: int, num_train: int, num_val: int, size: int = 64) -> None:
+def write_pixels(folder: Path, seed: int, first: int, num_train: int, num_val: int, size: int = SIZE) -> None:
     """folder/{images,labels}/{train,val}/NUMBER.png and classes.txt; scenes are counted from `first`."""
     for split, start, count in (("train", first, num_train), ("val", first + num_train, num_val)):
         for what in ("images", "labels"):

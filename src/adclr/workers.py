@@ -17,9 +17,8 @@ from adclr.config import UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-PATIENCE_SECONDS = (
-    50.0  # without a piece of work done, after which threads count as stuck; with the polling below a minute
-)
+# Without a piece of work done, after which threads count as stuck; with the polling below a minute.
+PATIENCE_SECONDS = 50.0
 
 
 class Stuck(UserError):

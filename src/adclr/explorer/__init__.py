@@ -12,7 +12,7 @@ from pydantic import Field
 from adclr.config import Count, Device, Positive, Section, UserError
 from adclr.settings import Side
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 
 
 class Settings(Section):

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adclr.explorer import LOCAL
 from adclr.explorer.gallery import Gallery
 from adclr.explorer.library import Library, top_of
 from adclr.looking import Box, Floats
@@ -29,7 +30,6 @@ from adclr.looking import Box, Floats
 FILES = {"/": ("index.html", "text/html"), "/explorer.css": ("explorer.css", "text/css")}
 FILES |= {f"/{name}": (name, "text/javascript") for name in ("explorer.js", "maps.js", "state.js")}
 COOKIE = "adclr_token"
-LOCAL = ("localhost", "127.0.0.1", "::1")
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "x-content-type-options": "nosniff",

@@ -12,11 +12,11 @@ from adclr import scenes
 from adclr.config import UserError
 from adclr.runs import check_writable, write_atomically, write_json
 from adclr.study import figure, table
-from adclr.study.conduct import Place, conduct, gpus
+from adclr.study.conduct import Place, carry_out, gpus
 from adclr.study.outline import SCENES, Study, read
 from adclr.study.results import Results
 
-NUM_TRAIN, NUM_VAL, NUM_PIXELS, SIZE = 2000, 500, (200, 100), 64  # of the built-in scenes
+NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
         if SCENES in study.data_names():
             folders[SCENES] = _scenes(out / SCENES)
         place = Place(out, folders, gpus() * at_once)
-        left = conduct(study, missing, kept, place, minutes if minutes is not None else study.outline.minutes)
+        left = carry_out(study, missing, kept, place, minutes if minutes is not None else study.outline.minutes)
         if left:
             print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
     return _write(study, kept)
@@ -68,8 +68,8 @@ def _scenes(folder: Path) -> Path:
     if not folder.exists():
         half = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(half, ignore_errors=True)
-        scenes.write(half / "kinds", 0, NUM_TRAIN, NUM_VAL, SIZE)
-        scenes.write_pixels(half / "pixels", 0, NUM_TRAIN + NUM_VAL, *NUM_PIXELS, SIZE)
+        scenes.write(half / "kinds", 0, scenes.NUM_TRAIN, scenes.NUM_VAL)
+        scenes.write_pixels(half / "pixels", 0, scenes.NUM_TRAIN + scenes.NUM_VAL, *NUM_PIXELS)
         os.rename(half, folder)
     return folder
 

@@ -55,7 +55,7 @@ def gpus() -> list[str | None]:
     return list(named.split(",")) if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def conduct(study: Study, cells: Sequence[Cell], results: Results, place: Place, minutes: float | None) -> list[Cell]:
+def carry_out(study: Study, cells: Sequence[Cell], results: Results, place: Place, minutes: float | None) -> list[Cell]:
     """Runs cells in their order; those left out, since they would not have ended in time."""
     waiting, begun, free = list(cells), time.monotonic(), list(range(len(place.gpus)))
     workers: list[Worker] = []

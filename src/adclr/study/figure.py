@@ -81,7 +81,7 @@ def _legend(names: Sequence[str], outline: Outline) -> str:
 
 
 def _panel(title: str, axis: Sequence[str], series: Sequence[Series], control: float | None, below: str) -> str:
-    values = [number for one in series for sample in one.samples for number in sample.by_seed.values()]
+    values = [score for one in series for sample in one.samples for score in sample.by_seed.values()]
     values += [] if control is None else [control]
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or max(abs(high) * 0.05, 1e-3)
@@ -113,7 +113,7 @@ def _panel(title: str, axis: Sequence[str], series: Sequence[Series], control: f
         shift = (style - (len(series) - 1) / 2) * min(14.0, step / (len(series) + 1))
         places = [LEFT + (place + 0.5) * step + shift for place in range(len(axis))]
         means = [(x, y_of(s.mean)) for x, s in zip(places, one.samples, strict=True) if s.mean is not None]
-        if len(axis) > 1 and one.name is not None and below:
+        if below:  # an axis of numbers; arms are not joined
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in means)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.6"/>')
         for x, sample in zip(places, one.samples, strict=True):

@@ -156,22 +156,25 @@ def digest(value: Any) -> str:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def name_of(place: str) -> str:
-    """imagenette of imagenette/train, and of pets:imagenette."""
+def _parts(place: str) -> re.Match[str]:
     found = PLACE.fullmatch(place)
     if found is None or ".." in place:
         raise UserError(
             f"data '{place}' is not a name; write one such as imagenette/train, and imagenette=DIR when run"
         )
-    return found["name"]
+    return found
+
+
+def name_of(place: str) -> str:
+    """imagenette of imagenette/train, and of flowers:imagenette."""
+    return _parts(place)["name"]
 
 
 def locate(place: str, folders: Mapping[str, Path]) -> str:
     """Where the data lies, with its kind if it has one."""
-    name, found = name_of(place), PLACE.fullmatch(place)
-    assert found is not None
+    found = _parts(place)
     kind = f"{found['kind']}:" if found["kind"] else ""
-    return f"{kind}{folders[name]}{found['below']}"
+    return f"{kind}{folders[found['name']]}{found['below']}"
 
 
 def read(file: Path) -> Study:
