@@ -23,12 +23,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from adclr import augment, cache, config, scenes
+from adclr import augment, config, scenes
 from adclr.ahead import Ahead
-from adclr.auto import cpu_count
 from adclr.decode import Decoder
 from adclr.feed import Feed
-from adclr.memory import host_memory
+from adclr.memory import cpu_count
 from adclr.nvjpeg import GpuDecoder
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
@@ -116,8 +115,7 @@ class Bench:
     def feed(self, cached: bool) -> Feed:
         feed = Feed(self.source, cpu_count(), self.decoder, pin=self.device.type == "cuda", gpu_decoder=self.gpu)
         if cached:
-            room = cache.Room(host_memory(), torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 0.0)
-            feed.store = cache.make("auto", feed.read, len(self.source), cpu_count(), room, self.device, show=False)
+            feed.keep("auto", self.device)
         return feed
 
     def views(self, feed: Feed, batches: int) -> Ahead[augment.Views]:

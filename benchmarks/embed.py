@@ -20,10 +20,9 @@ import torch
 from data import rate, write_photos
 
 from adclr import augment, cache, embedding
-from adclr.auto import cpu_count
 from adclr.embedding import Network, fill
 from adclr.images import Alike, Images, resize
-from adclr.memory import host_memory
+from adclr.memory import cpu_count, host_memory
 from adclr.parts import Parts
 from adclr.sources import ImageFolder, Subset
 from adclr.weights import Weights, create_backbone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from adclr.decode import Decoder, Pixels
 from adclr.feed import Feed
 from adclr.runs import Run
 from adclr.sources import ImageFolder
-from adclr.workers import Workers
 from tiny import TINY
 
 CPU = torch.device("cpu")
@@ -117,8 +117,20 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
 
     with pytest.raises(UserError, match="number 70"):
         cache.make("ram", read, 100, 2, PLENTY, CPU, show=False)
-    with Workers(2, "some") as pool:
-        assert list(cache._ahead(lambda index: None, 200, pool)) == [None] * 200
+
+
+def test_images_are_kept_in_order_whichever_comes_first() -> None:
+    """Of 150, in parts of which the last is short and one has nothing that can be read; earlier ones take longer."""
+
+    def read(index: int) -> Pixels | None:
+        time.sleep(2e-3 if index < 40 else 0)
+        return None if index % 7 == 3 or 64 <= index < 96 else np.full((3, 1 + index % 3, 2), index, np.uint8)
+
+    store = cache.make("ram", read, 150, 5, PLENTY, CPU, show=False)
+    assert store is not None
+    for index in range(150):
+        there = next(i for i in range(index, 150) if read(i) is not None)
+        assert np.array_equal(store.image(index), np.full((3, 1 + there % 3, 2), there, np.uint8))
 
 
 def test_larger_images_are_resized_to_a_longest_side(images: Path, tmp_path: Path) -> None:

@@ -172,6 +172,15 @@ def test_host_memory_is_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert memory.host_memory() == 4000
 
 
+def test_cores_are_those_that_a_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert memory.cpu_count() == 8  # there is no such limit
+    for limit, cores in (("max 100000", 8), ("250000 100000", 3), ("5000 100000", 1), ("3200000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+        assert memory.cpu_count() == cores
+
+
 def test_probes_do_not_take_steps_out_of_the_timing(images: Path, tmp_path: Path) -> None:
     run = pretrain(images / "train", tmp_path / "run", probe__data=str(images), every_epochs=1, log_every_steps=3)
     rows = list(run.rows("timing.jsonl"))

@@ -381,6 +381,26 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "ran").read_text() == "done\n"  # the one behind it
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")
+def test_runs_at_once_have_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("this machine has one core")
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ngrep Cpus_allowed_list /proc/self/status >> cores\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.chdir(tmp_path)
+    found = read(study(tmp_path, arms={"one": None, "other": {"settings": {"depth": 1}}}))
+    place = conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None, None])
+    conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
+    first, second = (
+        set(line.split(":")[1].strip().split(",")) for line in (tmp_path / "cores").read_text().splitlines()
+    )
+    assert not first & second
+    assert os.sched_getaffinity(0) == cores
+
+
 def test_a_gpu_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

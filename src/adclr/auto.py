@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +92,3 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
 
 def choose_for(source: Source, device: str) -> Choice:
     return choose(len(source), median_side(source), gpu_bytes(device))
-
-
-def cpu_count() -> int:
-    """Cores this process may use, which in a container are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,9 +5,8 @@ Pixels of the GPU's decoder, for files that are not kept, differ by 1/255 in the
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,17 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr.augment import Packed
+from adclr.augment import Packed, pack
 from adclr.config import UserError
 from adclr.decode import Pixels
-from adclr.progress import track
+from adclr.progress import Line
+from adclr.threads import in_order
 from adclr.workers import Workers, result
 
+Mode = Literal["auto", "off", "ram", "gpu"]
 Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read
 SAMPLE = 48  # images from which the size of all is guessed
 MARGIN = 1.5  # of the guess, before the collection counts as too large
 HOST_SHARE, GPU_SHARE = 0.5, 0.25  # of the free memory that `auto` takes
-AHEAD = 64  # images decoded ahead of the one that is stored
+TOGETHER = 32  # images that threads put together before they are stored: for each part, Python's lock is asked for
 GIB = 2**30
 
 
@@ -69,15 +70,16 @@ def guess(read: Read, count: int, pool: Workers) -> float:
 
 
 def make(
-    mode: Literal["auto", "off", "ram", "gpu"],
+    mode: Mode,
     read: Read,
     count: int,
     num_workers: int,
     room: Room,
     device: torch.device,
     show: bool = True,
+    reading: Callable[[], str] = lambda: "the images",
 ) -> Store | None:
-    """The store that a setting asks for; None for none."""
+    """The store that a setting asks for; None for none. `reading` says, for a person, what is being read just now."""
     if mode == "gpu" and device.type != "cuda":
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
     if mode == "off":
@@ -85,10 +87,10 @@ def make(
     with Workers(max(1, num_workers), "cache") as pool:
         size = guess(read, count, pool)
         where = place(mode, size, room) if size else None  # nothing can be read: whoever asks first says so
-        if where is None:
-            return None
-        capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
-        packed = _fill(read, count, pool, min(room.host, capacity), show)
+    if where is None:
+        return None
+    capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
+    packed = _fill(read, count, max(1, num_workers), min(room.host, capacity), show, reading)
     if packed is None:
         if mode == "auto":
             return None
@@ -111,32 +113,34 @@ def place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
     return "gpu" if mode == "gpu" else "ram"
 
 
-def _fill(read: Read, count: int, pool: Workers, capacity: float, show: bool) -> Packed | None:
+def _fill(
+    read: Read, count: int, num_workers: int, capacity: float, show: bool, reading: Callable[[], str]
+) -> Packed | None:
     """All images; None if they are more than `capacity`. An unreadable one has the place of the next that is not."""
-    buffer = torch.empty(int(capacity), dtype=torch.uint8)  # the system gives pages only as they are written
+    buffer = np.empty(int(capacity), np.uint8)  # the system gives pages only as they are written
     offsets, sizes = np.full(count, -1, np.int64), np.zeros((count, 2), np.int64)
     used = channels = 0
-    for index, pixels in enumerate(track(_ahead(read, count, pool), "decoding into memory", count, show)):
-        if pixels is None:
-            continue
-        if used + pixels.size > len(buffer):
-            return None
-        buffer[used : used + pixels.size] = torch.from_numpy(pixels.reshape(-1))
-        offsets[index], sizes[index], channels = used, pixels.shape[1:], len(pixels)
-        used += pixels.size
+    parts = (np.arange(first, min(first + TOGETHER, count)) for first in range(0, count, TOGETHER))
+    made = in_order(parts, lambda part: part, read, _join, reading, num_workers)
+    with closing(made), Line("decoding into memory", count, show=show) as line:
+        for number, (readable, packed) in enumerate(made, 1):
+            line.move(min(number * TOGETHER, count))
+            if packed is None:
+                continue
+            end = used + len(packed.bytes)
+            if end > len(buffer):
+                return None
+            buffer[used:end] = packed.bytes.numpy()
+            offsets[readable], sizes[readable], channels = used + packed.offsets, packed.sizes, packed.num_channels
+            used = end
     readable = np.flatnonzero(offsets >= 0)
     if not len(readable):
         return None
     following = readable[np.searchsorted(readable, np.arange(count)) % len(readable)]
-    return Packed(buffer[:used], offsets[following], sizes[following], channels)
+    return Packed(torch.from_numpy(buffer[:used]), offsets[following], sizes[following], channels)
 
 
-def _ahead(read: Read, count: int, pool: Workers) -> Iterator[Pixels | None]:
-    """Images in order, decoded by many threads, few of them waiting."""
-    waiting: deque[Future[Pixels | None]] = deque()
-    for index in range(count):
-        waiting.append(pool.submit(read, index))
-        if len(waiting) > AHEAD:
-            yield result(waiting.popleft(), pool)
-    while waiting:
-        yield result(waiting.popleft(), pool)
+def _join(part: NDArray[np.int64], items: list[Pixels | None]) -> tuple[NDArray[np.int64], Packed | None]:
+    """Which can be read, and these, end to end."""
+    found = [item for item in items if item is not None]
+    return part[[item is not None for item in items]], pack(found) if found else None

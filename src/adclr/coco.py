@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from adclr.config import UserError
 from adclr.decode import Decoder, Unreadable, size_of
+from adclr.memory import cpu_count
 from adclr.progress import track
 from adclr.sources import Items, read_file
 
@@ -274,7 +275,7 @@ def check(splits: Sequence[Instances], num_workers: int | None = None, show: boo
         return f"{name} is {size[1]}x{size[0]} pixels where its json says {wanted[1]}x{wanted[0]}"
 
     places = [(split, index) for split in splits for index in range(len(split.photos))]
-    with ThreadPoolExecutor(num_workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(num_workers or cpu_count()) as pool:
         found = list(track(pool.map(one, places), "checking images", len(places), show))
     _refuse([problem for problem in found if problem], "mend the images or the json")
 

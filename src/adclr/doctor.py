@@ -20,6 +20,7 @@ from adclr import auto
 from adclr.collection import open_source
 from adclr.config import Count, Section, UserError
 from adclr.decode import FORMATS, Decoder, Pixels, Unreadable
+from adclr.memory import cpu_count
 from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_atomically, write_json
 from adclr.settings import Data
@@ -215,7 +216,7 @@ def run(data: str, out: Path, settings: Settings) -> dict[str, Any]:
         raise UserError(f"{out} is a file; choose another --out")
     source = open_source(data)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
-    workers = settings.num_workers or auto.cpu_count()
+    workers = settings.num_workers or cpu_count()
     found = list(track(examined(source, decoder, workers), "examining", len(source)))
     report = {"data": str(data)} | diagnose(found, auto.gpu_bytes("auto"))
     text = describe(report)

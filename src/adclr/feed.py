@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from adclr import cache, distributed, memory
 from adclr.augment import Packed, pack
 from adclr.cache import Store
 from adclr.config import UserError
@@ -61,6 +62,14 @@ class Feed:
         self._lock = Lock()
         self._reading: dict[int, int] = {}  # by thread
         self._gpu = torch.cuda.current_device() if pin else None
+
+    def keep(self, mode: cache.Mode, device: torch.device) -> None:
+        """Decodes all images once and for all, if the setting says so and they fit."""
+        gpu = memory.available(device) if device.type == "cuda" else 0.0
+        room = cache.Room(memory.host_memory() / distributed.local_world_size(), gpu)
+        self.store = cache.make(
+            mode, self.read, len(self.source), self.num_workers, room, device, distributed.is_main(), self.reading
+        )
 
     def read(self, index: int) -> Pixels | None:
         """The pixels of an image; one that cannot be read is listed, and None."""

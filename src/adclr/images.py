@@ -20,11 +20,11 @@ from torch import Tensor
 from adclr.augment import HAS_TRITON, Packed
 from adclr.augment.resample import needed
 from adclr.augment.transfer import send
-from adclr.auto import cpu_count
 from adclr.cache import Store
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.devices import stream
+from adclr.memory import cpu_count
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source
 from adclr.threads import in_order

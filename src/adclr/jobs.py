@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import auto, cache, checkpoint, continued, distributed, fit, memory, optim
+from adclr import checkpoint, continued, distributed, fit, memory, optim
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.config import UserError
@@ -111,17 +111,14 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
     workers = settings.data.num_workers
     feed = Feed(
         source,
-        auto.cpu_count() if workers is None else workers,
+        memory.cpu_count() if workers is None else workers,
         decoder(settings),
         settings.data.max_unreadable,
         pin=device.type == "cuda",
         on_unreadable=quarantine,
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
-    gpu = memory.available(device) if device.type == "cuda" else 0.0
-    room = cache.Room(memory.host_memory() / distributed.local_world_size(), gpu)
-    show = distributed.is_main()
-    feed.store = cache.make(settings.data.cache, feed.read, len(source), feed.num_workers, room, device, show)
+    feed.keep(settings.data.cache, device)
     return Job(
         settings=settings,
         run=run,

@@ -1,8 +1,9 @@
-"""How much memory there is, on the host and on the GPU."""
+"""What a process may use of its machine: memory, on the host and on the GPU, and cores."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -28,3 +29,12 @@ def available(device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device.index or 0) * total
     return min(free + torch.cuda.memory_reserved(device), limit)
+
+
+def cpu_count() -> int:
+    """Cores this process may use; those of a container can be fewer than the machine's, or time on them limited."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # no such limit, or the word "max"
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, int(cores))

@@ -160,7 +160,7 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     from adclr.nvjpeg import GpuDecoder
 
     decoder, workers = jobs.decoder(settings), settings.data.num_workers
-    threads = max(1, auto.cpu_count() if workers is None else workers)
+    threads = max(1, memory.cpu_count() if workers is None else workers)
 
     def read(index: int) -> Pixels | None:
         try:
@@ -240,7 +240,7 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
             f"{timed} images at once do not fit into {whole / GIB:.1f} GiB; "
             f"set train.micro_batch_size={fit.largest(local_batch, each, room, max(1, timed // 2))}"
         )
-    name = torch.cuda.get_device_name(device) if gpu else f"the {auto.cpu_count()} CPU cores of this machine"
+    name = torch.cuda.get_device_name(device) if gpu else f"the {memory.cpu_count()} CPU cores of this machine"
     basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {timed} images of noise"
     if not gpu:
         basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"

@@ -24,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable, size_of
 from adclr.draws import mix
+from adclr.memory import cpu_count
 from adclr.progress import track
 from adclr.sources import ImageFolder, Items, index_folder, read_file
 
@@ -269,7 +270,7 @@ def check(segmented: Segmented, num_workers: int | None = None, show: bool = Tru
         return None if size == label.shape else f"{name} {_sizes(size, label.shape)}"
 
     places = [(pairs, index) for pairs in (segmented.train, segmented.val) for index in range(len(pairs))]
-    with ThreadPoolExecutor(num_workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(num_workers or cpu_count()) as pool:
         found = list(track(pool.map(one, places), "checking labels", len(places), show))
     _refuse([problem for problem in found if problem], segmented.train.labels)
 

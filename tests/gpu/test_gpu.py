@@ -69,7 +69,7 @@ def test_views_are_those_of_the_cpu() -> None:
     assert gpu.queries is not None
     for a, b in ((cpu.global_crops, gpu.global_crops), (cpu.local_crops, gpu.local_crops), (cpu.queries, gpu.queries)):
         difference = (a - b.cpu()).abs()
-        assert difference.mean() < 1e-4
+        assert difference.mean() < 5e-4  # 2e-4 in Triton's interpreter: pixels on their way are float16; 0.01 of 255
         assert (difference > 0.05).float().mean() < 1e-3  # a pixel at the threshold of solarising, or of no hue
     assert cpu.masks is not None
     assert gpu.masks is not None
@@ -162,12 +162,13 @@ def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_pat
         "num_prototypes": 65536,
         "batch_size": 64,
         "micro_batch_size": 64,
+        "epochs": 1,
         "warmup_epochs": 0,
         "device": "cuda",
         "compile": "off",
     }
     limited = (
-        "import sys, torch; torch.cuda.set_per_process_memory_fraction(5 * 2**30 / "
+        "import sys, torch; torch.cuda.set_per_process_memory_fraction(3 * 2**30 / "
         "torch.cuda.get_device_properties(0).total_memory); from adclr.cli import main; main(sys.argv[1:])"
     )
     done = subprocess.run(

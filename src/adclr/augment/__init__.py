@@ -42,9 +42,11 @@ def pack(images: list[NDArray[np.uint8]], pin: bool = False) -> Packed:
     """Packs images of C×height×width; in pinned memory they are copied to a GPU without waiting."""
     lengths = np.array([image.size for image in images], np.int64)
     flat = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=pin)
-    ends = np.cumsum(lengths)
+    ends, there = np.cumsum(lengths), flat.numpy()
+    # By NumPy: PyTorch copies more than 32 kB with a team of threads, which among threads that decode wait long for one
+    # another. Three processes of 16 threads on 2 cores decoded 1000 images/s of 112 pixels each; by NumPy 2400.
     for image, end in zip(images, ends, strict=True):
-        flat[int(end) - image.size : int(end)] = torch.from_numpy(image.reshape(-1))
+        there[int(end) - image.size : int(end)] = image.reshape(-1)
     sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
     return Packed(flat, ends - lengths, sizes, len(images[0]))
 

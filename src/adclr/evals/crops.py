@@ -7,7 +7,6 @@ neither threads nor processes nor a resume change it.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr import cache, distributed, memory
+from adclr import distributed, memory
 from adclr.ahead import Ahead
 from adclr.augment import crop
 from adclr.augment.transfer import send
@@ -76,22 +75,16 @@ class Crops:
         self.batch_size = fitting(batch_size, len(self.split.labels), (1 + pairs) * distributed.world_size())
         self.steps_per_epoch = len(self.split.labels) // self.batch_size
         self.unreadable: dict[str, str] = {}
-        on_gpu = device.type == "cuda"
         self.feed = Feed(
             self.split.source,
-            settings.num_workers or os.cpu_count() or 1,
+            settings.num_workers or memory.cpu_count(),
             weights.decoder,
             settings.max_unreadable,
-            pin=on_gpu,
+            pin=device.type == "cuda",
             on_unreadable=self.unreadable.__setitem__,
             gpu_decoder=GpuDecoder(weights.decoder, device) if GpuDecoder.suits(device) else None,
         )
-        room = cache.Room(
-            memory.host_memory() / distributed.local_world_size(), memory.available(device) if on_gpu else 0.0
-        )
-        show = distributed.is_main()
-        count = len(self.split.labels)
-        self.feed.store = cache.make("auto", self.feed.read, count, self.feed.num_workers, room, device, show)
+        self.feed.keep("auto", device)
         if self.feed.store is not None:
             self.check()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr import cache, coco, distributed, memory, optim
+from adclr import coco, distributed, memory, optim
 from adclr.ahead import Ahead
 from adclr.augment.transfer import send
 from adclr.coco import Instances, Object, filled, open_instances
@@ -112,14 +111,10 @@ class Examples:
         self.keys = instances.photos.keys[self.learned]
         counts = [int(self.wide.sum()), int((~self.wide).sum())]
         self.steps_per_epoch = sum(-(-count // self.batch_size) for count in counts)
-        workers = settings.num_workers or os.cpu_count() or 1
+        workers = settings.num_workers or memory.cpu_count()
         pin = device.type == "cuda"
         self.feed = Feed(instances.photos, workers, weights.decoder, settings.max_unreadable, pin=pin)
-        room = cache.Room(
-            memory.host_memory() / distributed.local_world_size(), memory.available(device) if pin else 0.0
-        )
-        count, show = len(instances.photos), distributed.is_main()
-        self.feed.store = cache.make("auto", self.feed.read, count, workers, room, device, show)
+        self.feed.keep("auto", device)
 
     def _epoch(self, epoch: int) -> list[NDArray[np.int64]]:
         """The batches of an epoch. The last of the wide and of the high ones are filled with their first again."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +17,12 @@ from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.images import centre, resize
 from adclr.labelled import Split
-from adclr.memory import host_memory
+from adclr.memory import cpu_count, host_memory
 from adclr.progress import track
 from adclr.sources import Source
+from adclr.threads import in_order
 from adclr.weights import Weights
 
-AHEAD = 4  # batches prepared while the network works
 KEPT_SHARE = 0.25  # of the free memory that images may fill that are looked at more than once
 
 
@@ -47,10 +45,10 @@ def prepared(
     num_workers: int | None,
     decoder: Decoder,
     chosen: Sequence[int] | None = None,
-) -> Iterator[list[NDArray[np.uint8] | str]]:
+) -> Generator[list[NDArray[np.uint8] | str], None, None]:
     """Batches of prepared images, of all in the order of the source or of those chosen; the reason stands for an
     unreadable one."""
-    chosen = range(len(source)) if chosen is None else chosen
+    order = np.arange(len(source)) if chosen is None else np.array(chosen, np.int64)
 
     def one(index: int) -> NDArray[np.uint8] | str:
         try:
@@ -58,17 +56,14 @@ def prepared(
         except (Unreadable, OSError) as error:
             return str(error)
 
-    waiting: deque[list[Future[NDArray[np.uint8] | str]]] = deque()
-    pool = ThreadPoolExecutor(num_workers or os.cpu_count() or 1)
-    try:
-        for start in range(0, len(chosen), batch_size):
-            waiting.append([pool.submit(one, i) for i in chosen[start : start + batch_size]])
-            if len(waiting) > AHEAD:
-                yield [future.result() for future in waiting.popleft()]
-        while waiting:
-            yield [future.result() for future in waiting.popleft()]
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return in_order(
+        (order[first : first + batch_size] for first in range(0, len(order), batch_size)),
+        lambda batch: batch,
+        one,
+        lambda batch, images: images,
+        lambda: str(source.root),
+        num_workers or cpu_count(),
+    )
 
 
 class Album:
@@ -109,19 +104,20 @@ class Album:
         made = prepared(
             self.source, self.size, self.batch_size, self.num_workers, self.weights.decoder, chosen=self.chosen
         )
-        for number, batch in enumerate(made):
-            readable = []
-            for index, image in zip(self.chosen[number * self.batch_size :], batch, strict=False):
-                if isinstance(image, str):
-                    self.unreadable[self.source.paths[index]] = image
-                else:
-                    readable.append((index, image))
-            shape = (0, self.weights.vit.num_channels, *self.size)
-            images = np.stack([image for _, image in readable]) if readable else np.zeros(shape, np.uint8)
-            page = [index for index, _ in readable], images
-            if self.again:
-                pages.append(page)
-            yield page
+        with closing(made):
+            for number, batch in enumerate(made):
+                readable = []
+                for index, image in zip(self.chosen[number * self.batch_size :], batch, strict=False):
+                    if isinstance(image, str):
+                        self.unreadable[self.source.paths[index]] = image
+                    else:
+                        readable.append((index, image))
+                shape = (0, self.weights.vit.num_channels, *self.size)
+                images = np.stack([image for _, image in readable]) if readable else np.zeros(shape, np.uint8)
+                page = [index for index, _ in readable], images
+                if self.again:
+                    pages.append(page)
+                yield page
         self.pages = pages if self.again else None
 
 

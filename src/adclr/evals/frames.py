@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,10 +17,12 @@ from adclr import distributed
 from adclr.augment.transfer import send
 from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
+from adclr.memory import cpu_count
 from adclr.progress import Line
 from adclr.sources import Source
+from adclr.threads import in_order
 
-AHEAD = 32  # images decoded ahead
+TOGETHER = 32  # images that threads hand over at once
 NUMBERS = 2**28  # of enlarged scores held at once (1 GiB)
 
 
@@ -57,15 +58,16 @@ class Reader:
         num_workers: int | None,
     ) -> None:
         self.source, self.decoder, self.device = source, decoder, device
-        self.batch_size, self.num_workers = batch_size, num_workers or os.cpu_count() or 1
+        self.batch_size, self.num_workers = batch_size, num_workers or cpu_count()
         self.unreadable: dict[str, str] = {}
 
     def batches(self, name: str, show: bool = True) -> Iterator[Frames]:
         """A batch is full, or the last of its size: images wait for others of their size."""
         waiting: dict[tuple[int, ...], list[tuple[int, Pixels]]] = {}
         chosen = distributed.part(len(self.source))
-        with Line(name, len(chosen), show=show and distributed.is_main()) as line:
-            for done, (index, pixels) in enumerate(self._decoded(chosen), 1):
+        made = self._decoded(chosen)
+        with closing(made), Line(name, len(chosen), show=show and distributed.is_main()) as line:
+            for done, (index, pixels) in enumerate(chain.from_iterable(made), 1):
                 if isinstance(pixels, str):
                     self.unreadable[self.source.paths[index]] = pixels
                 else:
@@ -92,26 +94,21 @@ class Reader:
     def _stacked(self, alike: list[tuple[int, Pixels]]) -> Frames:
         return Frames([index for index, _ in alike], send(np.stack([item for _, item in alike]), self.device))
 
-    def _decoded(self, chosen: Sequence[int]) -> Iterator[tuple[int, Pixels | str]]:
-        def one(index: int) -> Pixels | str:
+    def _decoded(self, chosen: Sequence[int]) -> Generator[list[tuple[int, Pixels | str]], None, None]:
+        def one(index: int) -> tuple[int, Pixels | str]:
             try:
-                return self.decoder(self.source.read(index))
+                return index, self.decoder(self.source.read(index))
             except (Unreadable, OSError) as error:
-                return str(error)
+                return index, str(error)
 
-        waiting: deque[tuple[int, Future[Pixels | str]]] = deque()
-        pool = ThreadPoolExecutor(self.num_workers)
-        try:
-            for index in chosen:
-                waiting.append((index, pool.submit(one, index)))
-                if len(waiting) > AHEAD:
-                    number, future = waiting.popleft()
-                    yield number, future.result()
-            while waiting:
-                number, future = waiting.popleft()
-                yield number, future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return in_order(
+            (np.array(chosen[first : first + TOGETHER]) for first in range(0, len(chosen), TOGETHER)),
+            lambda part: part,
+            one,
+            lambda part, items: items,
+            lambda: str(self.source.root),
+            self.num_workers,
+        )
 
 
 def fitting(size: tuple[int, int], side: int, unit: int, most: float = 4.0) -> tuple[int, int]:

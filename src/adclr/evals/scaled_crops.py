@@ -8,7 +8,6 @@ shown as depends on (seed, epoch, key) alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr import cache, distributed, memory
+from adclr import distributed, memory
 from adclr.ahead import Ahead
 from adclr.augment import Packed
 from adclr.augment.photometric import hue
@@ -80,11 +79,8 @@ class ScaledCrops:
         self.pairs, self.device, self.size, self.batch_size = pairs, device, size, batch_size
         self.seed, self.scales, self.drop_path, self.depth = seed, scales, drop_path, weights.vit.depth
         self.mean, self.std, self.patch = weights.mean, weights.std, weights.vit.patch_size
-        self.feed = Feed(pairs, num_workers or os.cpu_count() or 1, decoder, max_unreadable, pin=device.type == "cuda")
-        gpu = memory.available(device) if device.type == "cuda" else 0.0
-        room = cache.Room(memory.host_memory() / distributed.local_world_size(), gpu)
-        show = distributed.is_main()
-        self.feed.store = cache.make("auto", self.feed.read, len(pairs), self.feed.num_workers, room, device, show)
+        self.feed = Feed(pairs, num_workers or memory.cpu_count(), decoder, max_unreadable, pin=device.type == "cuda")
+        self.feed.keep("auto", device)
 
     def _order(self, start: int, end: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """(number of the first place, indices) of each step of this process; places run through epoch after epoch."""

@@ -15,6 +15,7 @@ from adclr import pictures
 from adclr.decode import Pixels, Unreadable
 from adclr.explorer.library import GIB, Library
 from adclr.looking import Grid, Seen
+from adclr.memory import cpu_count
 from adclr.progress import Line
 from adclr.sources import ImageFolder, Source
 
@@ -94,7 +95,7 @@ class Gallery:
 
     def _decoded(self) -> Iterator[Decoded | None]:
         """In order; None for one that cannot be read."""
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="decode") as pool:
+        with ThreadPoolExecutor(min(4, cpu_count()), thread_name_prefix="decode") as pool:
             for start in range(0, len(self.chosen), AHEAD):
                 yield from pool.map(self._decode, self.chosen[start : start + AHEAD])
 

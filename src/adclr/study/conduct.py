@@ -134,7 +134,7 @@ def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int) 
     }
     write_json(file, job)
     gpu, log = place.gpus[slot], file.with_suffix(".log")
-    with open(log, "ab") as said:
+    with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "adclr.study.work", str(file)],
             stdout=said,
@@ -143,6 +143,20 @@ def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int) 
             process_group=0,  # Ctrl-C reaches this process alone, which then tells it, once
         )
     return Worker(cell, slot, run, log, process, time.monotonic())
+
+
+@contextmanager
+def _share_of_cores(slot: int, slots: int) -> Iterator[None]:
+    """What is started meanwhile runs on its own cores: threads of all runs on all cores wait for one another."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < slots:
+        yield
+        return
+    os.sched_setaffinity(0, cores[slot::slots])  # of this thread, and so of the process that it starts
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _name(cell: Cell) -> str:
