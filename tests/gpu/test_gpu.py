@@ -193,6 +193,32 @@ def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_pat
     print(done.stderr.strip().splitlines()[-1])
 
 
+def test_a_machine_without_a_c_compiler_trains_all_the_same(tmp_path: Path) -> None:
+    images = write_scenes(tmp_path / "scenes")
+    # nothing that was compiled before, and no compiler: Triton and torch then have neither kernels nor launchers
+    missing = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++", "PATH": "/nowhere"}
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    changes = TINY | {"device": "cuda", "dim": 64, "num_heads": 2, "epochs": 1}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "adclr",
+            "pretrain",
+            str(images / "train"),
+            "--out",
+            str(tmp_path / "run"),
+            *words(changes),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | missing | caches,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Triton cannot compile kernels here, so all is slower" in done.stderr
+    assert (tmp_path / "run" / "backbone.safetensors").exists()
+
+
 def test_batches_are_pinned(tmp_path: Path) -> None:
     from adclr.decode import Decoder
     from adclr.feed import Feed
