@@ -7,6 +7,7 @@ launching for a step of 33 ms), and threads that read files hold up every launch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from adclr.devices import stream
 
 Numbers = tuple[float, ...]
 Work = Callable[[Views, Tensor], tuple[Tensor, ...]]  # (views, numbers that change from step to step) -> results
+
+
+class NotRecorded(Exception):
+    """The work cannot be recorded; it can be done unrecorded, since what the attempt changed was put back."""
 
 
 class Recorded:
@@ -42,23 +47,63 @@ class Recorded:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what that took is now the recording's
             self.graph = torch.cuda.CUDAGraph()
-            self._record(work)
+            self._record(work, side)
         finally:
             torch.manual_seed(seed)
 
-    def _record(self, work: Work) -> None:
+    def _record(self, work: Work, side: torch.cuda.Stream) -> None:
+        """Not by `torch.cuda.graph`, which leaves a failed recording on the current stream."""
+        pool, full = torch.cuda.graph_pool_handle(), False
         try:
-            # other threads may go on making views meanwhile
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.stream(side):
+                # other threads may go on making views meanwhile
+                self.graph.capture_begin(pool, capture_error_mode="thread_local")
                 self.results = work(self.views, self.numbers)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # generators, allocators and the current stream are left as in the recording
+                self.graph.capture_end()
+            return
+        except Exception as error:
+            full = isinstance(error, torch.OutOfMemoryError)
             reason = " ".join(str(error).split())[:200]
+        # from here on without the error, whose traceback holds the tensors of the recording
+        try:
+            _put_back(self.graph, pool, side, self.numbers.device)
+        except Exception:  # generators and allocators are left as in the recording
             raise UserError(f"the step cannot be recorded as a CUDA graph ({reason}); set train.compile=off") from None
+        raise torch.OutOfMemoryError(reason) if full else NotRecorded(reason)
 
     def __call__(self, views: Views, numbers: Numbers) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self.views.tensors(), views.tensors())
         self.numbers.copy_(send(np.array(numbers, np.float32), self.numbers.device))
         self.graph.replay()
         return tuple(result.clone() for result in self.results)
+
+
+_failed: list[torch.cuda.CUDAGraph] = []  # never freed: the allocator of pinned memory goes on asking them
+
+
+def _put_back(
+    graph: torch.cuda.CUDAGraph, pool: tuple[int, int], side: torch.cuda.Stream, device: torch.device
+) -> None:
+    """Ends a recording that failed, and undoes what torch 2.11 to 2.14 leave of it; raises where that cannot be done.
+
+    A recording that CUDA has given up, as it does when the host waits, ends with an error, before memory and random
+    numbers are told.
+    """
+    _failed.append(graph)
+    with torch.cuda.stream(side), suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError):  # memory is no longer taken from the pool, if the end came so far
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    try:
+        graph.pool()
+    except RuntimeError:  # there is no graph, which would give the pool back itself
+        torch._C._cuda_releasePool(device.index, pool)
+    graph.reset()
+    torch.cuda.synchronize(device)
+    try:
+        torch.rand(1, device=device)
+    except RuntimeError:  # the generator counts for the recording
+        torch.cuda.default_generators[device.index].graphsafe_set_state(torch.Generator(device))
+        torch.rand(1, device=device)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
