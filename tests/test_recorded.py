@@ -91,6 +91,8 @@ class Cuda:
 
 
 class Side:
+    device = torch.device("cpu")
+
     def wait_stream(self, _: object) -> None:
         pass
 

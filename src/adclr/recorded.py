@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from adclr.augment.transfer import send
 from adclr.config import UserError
 from adclr.devices import stream
 
+T = TypeVar("T")
 Numbers = tuple[float, ...]
 Work = Callable[[Views, Tensor], tuple[Tensor, ...]]  # (views, numbers that change from step to step) -> results
 
@@ -46,30 +48,9 @@ class Recorded:
             torch.cuda.current_stream(device).wait_stream(side)
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what that took is now the recording's
-            self.graph = torch.cuda.CUDAGraph()
-            self._record(work, side)
+            self.graph, self.results = record(lambda: work(self.views, self.numbers), side)
         finally:
             torch.manual_seed(seed)
-
-    def _record(self, work: Work, side: torch.cuda.Stream) -> None:
-        """Not by `torch.cuda.graph`, which leaves a failed recording on the current stream."""
-        pool, full = torch.cuda.graph_pool_handle(), False
-        try:
-            with torch.cuda.stream(side):
-                # other threads may go on making views meanwhile
-                self.graph.capture_begin(pool, capture_error_mode="thread_local")
-                self.results = work(self.views, self.numbers)
-                self.graph.capture_end()
-            return
-        except Exception as error:
-            full = isinstance(error, torch.OutOfMemoryError)
-            reason = " ".join(str(error).split())[:200]
-        # from here on without the error, whose traceback holds the tensors of the recording
-        try:
-            _put_back(self.graph, pool, side, self.numbers.device)
-        except Exception:  # generators and allocators are left as in the recording
-            raise UserError(f"the step cannot be recorded as a CUDA graph ({reason}); set train.compile=off") from None
-        raise torch.OutOfMemoryError(reason) if full else NotRecorded(reason)
 
     def __call__(self, views: Views, numbers: Numbers) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self.views.tensors(), views.tensors())
@@ -78,17 +59,40 @@ class Recorded:
         return tuple(result.clone() for result in self.results)
 
 
+def record(work: Callable[[], T], side: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, T]:
+    """(a graph of work that has been done on this stream before, its results).
+
+    Not by `torch.cuda.graph`, which leaves the current stream in a recording that failed.
+    """
+    graph, pool, full = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+    try:
+        with torch.cuda.stream(side):
+            # other threads may go on making views meanwhile
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            results = work()
+            graph.capture_end()
+        return graph, results
+    except Exception as error:
+        full = isinstance(error, torch.OutOfMemoryError)
+        reason = " ".join(str(error).split())[:200]
+    # from here on without the error, whose traceback holds the tensors of the recording
+    try:
+        _put_back(graph, pool, side)
+    except Exception:  # generators and allocators are left as in the recording
+        raise UserError(f"the step cannot be recorded as a CUDA graph ({reason}); set train.compile=off") from None
+    raise torch.OutOfMemoryError(reason) if full else NotRecorded(reason)
+
+
 _failed: list[torch.cuda.CUDAGraph] = []  # never freed: the allocator of pinned memory goes on asking them
 
 
-def _put_back(
-    graph: torch.cuda.CUDAGraph, pool: tuple[int, int], side: torch.cuda.Stream, device: torch.device
-) -> None:
+def _put_back(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], side: torch.cuda.Stream) -> None:
     """Ends a recording that failed, and undoes what torch 2.11 to 2.14 leave of it; raises where that cannot be done.
 
     A recording that CUDA has given up, as it does when the host waits, ends with an error, before memory and random
     numbers are told.
     """
+    device = side.device
     _failed.append(graph)
     with torch.cuda.stream(side), suppress(RuntimeError):
         graph.capture_end()
