@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adclr import attention, config, fit, jobs, recorded
+from adclr import attention, config, fit, jobs, optim, recorded
 from adclr.augment import Views
 from adclr.config import UserError
 from adclr.recorded import NotRecorded, Recorded
 from adclr.settings import Settings
+from adclr.step import Step
 from tiny import tiny
 
 POOL = (0, 7)
@@ -166,6 +167,27 @@ def test_a_recording_that_succeeds_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     made = attempt(cuda, monkeypatch, None)
     assert cuda.calls == ["begin", "end"]
     assert [result.item() for result in made.results] == [3.0]
+
+
+def test_a_step_that_is_not_recorded_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotRecorded("why")
+
+    monkeypatch.setattr("adclr.step.Recorded", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    settings = tiny()
+    method, device = jobs.build(settings), torch.device("cpu")
+    step = Step(settings, method, optim.make_optimizer(method.student, settings), device, None)
+    step.record = True  # which a CPU never is
+    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    for _ in range(2):
+        losses, ok = step([fit.random_views(settings, 2, device)], values)
+        assert ok
+        assert losses.isfinite().all()
+    assert not step.record
+    assert capsys.readouterr().err.count("could not be recorded as a CUDA graph, so it is slower (why)") == 1
 
 
 @pytest.mark.parametrize("masked_weight", [0.0, 1.0])

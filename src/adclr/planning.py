@@ -198,7 +198,7 @@ def stated_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: 
     dim, depth, _ = settings.model.shape
     counted = cost.flops(settings)
     each = (counted.step + counted.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
-    if settings.train.compile == "off":
+    if settings.train.compile == "off" or settings.train.shard:
         each *= UNCOMPILED
     spent, accumulate = UPDATE_SECONDS + local_batch * each, local_batch // micro_batch
     if cost.recorded(settings) and accumulate == 1 and num_gpus == 1:
