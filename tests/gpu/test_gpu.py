@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, autocast, default_views, write_scenes
+from on_gpu import CUDA, autocast, default_views, for_kernels, write_scenes
 from PIL import Image
 
 import adclr as package
@@ -248,12 +248,13 @@ def test_a_run_from_the_gpu_cache_sees_what_a_run_from_files_sees(tmp_path: Path
         assert losses[cache] == pytest.approx(losses["off"], rel=1e-2)
 
 
-def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
+def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path, masked_weight: float) -> None:
     """As a user starts them: cuBLAS must be told before its first product."""
     from safetensors.torch import load_file
 
     images = write_scenes(tmp_path / "scenes")
-    changes = TINY | {"device": "cuda", "deterministic": True, "epochs": 3}
+    changes = for_kernels(masked_weight=masked_weight, deterministic=True, epochs=3)
     found = []
     for name in ("one", "two"):
         arguments = ["pretrain", str(images / "train"), "--out", str(tmp_path / name), *words(changes)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, autocast, default_views, images_of, write_scenes
+from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 import adclr as package
 from adclr import fused, jobs
@@ -17,7 +17,6 @@ from adclr.augment import Views, pack, render
 from adclr.config import build
 from adclr.settings import Settings
 from adclr.views import plan
-from tiny import TINY
 
 pytestmark = pytest.mark.gpu
 
@@ -124,10 +123,11 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Compiled and recorded, as a user runs it."""
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, masked_weight: float) -> None:
+    """Compiled and recorded (masked, compiled alone), as a user runs it, by the kernels."""
     images = write_scenes(tmp_path / "scenes")
-    changes = TINY | {"device": "cuda", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
+    changes = for_kernels(masked_weight=masked_weight, checkpoint_every_steps=5, keep_checkpoints=9)
     whole = package.pretrain(images / "train", out=tmp_path / "whole", **changes)
     expected = [row["loss"] for row in whole.rows("metrics.jsonl")]
     shutil.copytree(whole.path, tmp_path / "cut")
