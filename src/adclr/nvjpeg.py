@@ -57,7 +57,11 @@ class GpuDecoder:
         header = read_header(data)
         if header is None or not header.baseline or END not in data[-TRAILING:] or self.decoder.num_channels != 3:
             return None
-        if header.height * header.width > self.decoder.max_pixels or not self.decoder.keeps(header):
+        if (
+            not header.fits(data)
+            or header.height * header.width > self.decoder.max_pixels
+            or not self.decoder.keeps(header)
+        ):
             return None
         return Encoded(data, header)
 
