@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import adclr as package
+from adclr.augment import render
 from adclr.decode import Decoder
 from adclr.feed import Feed
 from adclr.runs import Run
@@ -122,16 +124,21 @@ def test_training_goes_on_over_broken_files(wild: Path, tmp_path: Path, adclr: A
     assert stopped.stderr.strip().splitlines()[-1].startswith("adclr: ")
 
 
-def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path) -> None:
-    """With or without them in the collection, every other image gets the same crops of the same pixels."""
+@pytest.mark.parametrize("num_workers", [0, 1, 4, 13])
+def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path, num_workers: int) -> None:
+    """Removed from the collection or added to it, they change nothing of what is shown of any other image."""
+    settings = tiny()
 
-    def views(folder: Path) -> dict[str, tuple[bytes, bytes]]:
+    def views(folder: Path) -> dict[str, list[torch.Tensor]]:
         source = ImageFolder(folder)
-        feed = Feed(source, 4, Decoder())
+        feed = Feed(source, num_workers, Decoder())
         found = {}
-        made = feed.batches(((3, np.array([i])) for i in range(len(source))), lambda e, k, s: plan(tiny(), e, k, s))
-        for path, batch in zip(source.paths, made, strict=True):
-            found[path] = batch.packed.bytes.numpy().tobytes(), batch.plan.global_crops.boxes.tobytes()
+        order = ((3, np.array([i])) for i in range(len(source)))
+        for path, batch in zip(source.paths, feed.batches(order, lambda e, k, s: plan(settings, e, k, s)), strict=True):
+            made = render(batch.packed, batch.plan, settings.data.mean, settings.data.std)
+            assert made.local_crops is not None
+            assert made.queries is not None
+            found[path] = [made.global_crops, made.local_crops, made.queries]
         return found
 
     before = views(wild)
@@ -139,7 +146,11 @@ def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path) -> No
         (wild / name).unlink()
     after = views(wild)
     assert len(after) == 171
-    assert all(before[path] == shown for path, shown in after.items())
+    assert all(all(map(torch.equal, before[path], shown)) for path, shown in after.items())
+    (wild / "another.jpg").write_bytes(b"")
+    more = views(wild)
+    assert len(more) == 172
+    assert all(all(map(torch.equal, more[path], shown)) for path, shown in after.items())
 
 
 def test_a_folder_that_disappears_stops_the_run_with_its_checkpoint_whole(images: Path, tmp_path: Path) -> None:
