@@ -138,7 +138,7 @@ class Decoder:
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
             tags = getattr(image, "tag_v2", {})
-            if image.mode not in DEEP_MODES and max(tags.get(258, (8,))) > 8:
+            if is_deep(image, data):
                 return self._deep_tiff(data)
             image.load()
             if image.mode in DEEP_MODES:
@@ -234,6 +234,12 @@ def _sentence(error: Exception) -> str:
     """The first line of a reader's message, without the place in its source that torchvision puts before it."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^.*\.(?:cpp|cc|h):\d+\W*", "", first)[:200]
+
+
+def is_deep(image: Image.Image, data: bytes) -> bool:
+    """Whether an image has colours of more than 8 bits, which Pillow's mode of it does not say."""
+    bits = getattr(image, "tag_v2", {}).get(258, (8,))
+    return image.mode not in DEEP_MODES and (max(bits) > 8 or _is_deep_png(data))
 
 
 def _is_deep_png(data: bytes) -> bool:
