@@ -2,8 +2,8 @@
 
 On an H200 nvJPEG makes 19 000 images/s of baseline JPEGs of 500 pixels where 16 CPU threads make 6 500, but only 290 of
 progressive ones; so it gets the baseline ones and all others stay with `decode`. Its pixels differ from libjpeg's where
-colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise). That a file ends before
-its last pixel is something that only `decode` looks for.
+colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise). That a file ends
+before its last pixel is something that only `decode` looks for.
 """
 
 from __future__ import annotations
