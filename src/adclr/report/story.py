@@ -86,7 +86,7 @@ def read(path: str | Path) -> Story:
         looks=_looks(metrics),
         said=_said(metrics),
         scores=_scores(run.path / "evals"),
-        moments=_moments(run.path / PICTURES),
+        moments=read_moments(run.path / PICTURES),
         unreadable=len(_rows(run, "quarantine.jsonl")),
         step=int(max((step for step, _ in steps), default=0)),
         seconds=_sum(timing, "seconds"),
@@ -188,7 +188,8 @@ def _inner(held: Mapping[str, Any], part: str, name: str) -> str:
     return str(inside.get(name, "")) if isinstance(inside, Mapping) else ""
 
 
-def _moments(folder: Path) -> list[Moment]:
+def read_moments(folder: Path) -> list[Moment]:
+    """In the order of their steps."""
     found = []
     for path in folder.glob("step_*.jpg") if folder.is_dir() else ():
         number = path.stem.removeprefix("step_")
