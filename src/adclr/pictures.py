@@ -133,7 +133,7 @@ def sheet(
     heads = [line if any(cell.title or cell.note for cell in row) else 0 for row in rows]
     talls = [max(cell.image.height for cell in row) for row in rows]
     words = _broken(about, small, total - left - PAD)
-    foot = (line + 16 if bar else 0) + (len(words) * line + GAP if words else 0)
+    foot = (line + 16 if bar else 0) + (len(words) * (text + 2) + GAP if words else 0)
     found = Image.new("RGB", (total, 2 * PAD + sum(heads) + sum(talls) + GAP * (len(rows) - 1) + foot), PAPER)
     draw = ImageDraw.Draw(found)
     y = PAD
@@ -156,7 +156,7 @@ def sheet(
         _draw_bar(found, draw, left, y + 4, bar, text)
         y += line + 16
     for number, part in enumerate(words):
-        draw.text((left, y + number * line), part, fill=QUIET, font=small)
+        draw.text((left, y + number * (text + 2)), part, fill=QUIET, font=small)
     return found
 
 

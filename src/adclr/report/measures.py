@@ -35,7 +35,7 @@ SCORES = {
 HEALTH = {
     "teacher_entropy": Measure(
         "entropy of the targets",
-        "of ln K; 1 is the same weight on every prototype, 0 is all on one",
+        "of ln K; 1 is the same weight on every prototype, near which it may begin, 0 is all on one",
         Band(0, health.UNIFORM),
         floor=0,
     ),

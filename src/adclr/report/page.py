@@ -200,8 +200,8 @@ def _pictures(story: Story, named: bool) -> str:
     title = f"<h3>{escape(story.name)}</h3>" if named else ""
     about = (
         f"<p>Of each image, from top to bottom: {'; '.join(KINDS.values())}. Maps are from dark, 0, to bright, the top "
-        "0.5 % of patches. Components are drawn as red, green and blue, in the order and with the signs nearest to the "
-        "moment before: only which patches have one colour means anything.</p>"
+        "0.5 % of patches and at least twice the mean. Components are drawn as red, green and blue, in the order and "
+        "with the signs nearest to the moment before: only which patches have one colour means anything.</p>"
     )
     return f'{title}{about}<div class="film" tabindex="0">{rows}{"".join(strips)}</div>'
 
