@@ -36,11 +36,8 @@ SCORES = {
     "incontext_miou": Measure("in-context mIoU, %", "of the teacher's patches, by the labelled pixels of the probe"),
 }
 HEALTH = {
-    "teacher_entropy": Measure(
-        "entropy of the targets",
-        "of ln K; 1 is the same weight on every prototype, near which it may begin, 0 is all on one",
-        Band(0, health.UNIFORM),
-        floor=0,
+    "teacher_entropy": Measure(  # no range: high or low, it may learn, as long as targets tell something of an image
+        "entropy of the targets", "of ln K; 1 is the same weight on every prototype, 0 is all on one", floor=0
     ),
     "target_kl": Measure(
         "what targets tell of an image, nats", "from each target to the mean of all; 0 is nothing", floor=0
