@@ -195,7 +195,7 @@ class Run:
         found = []
         for path in self.checkpoints.glob("step_*") if self.checkpoints.is_dir() else ():
             number = path.name.removeprefix("step_")
-            if number.isascii() and number.isdecimal() and (path / "manifest.json").exists():
+            if number.isascii() and number.isdecimal() and len(number) < 16 and (path / "manifest.json").exists():
                 found.append(int(number))
         return sorted(found)
 
@@ -239,7 +239,7 @@ class Run:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield row
@@ -252,7 +252,7 @@ class Run:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("inf")
+    return value if isinstance(value, int | float) else float("inf")  # an int may be too large for a float
 
 
 def provenance() -> dict[str, Any]:
