@@ -24,13 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, launch
+from adclr import checkpoint, config, jobs, launch, manifest, optim, report
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
-from tiny import TINY
+from tiny import TINY, tiny
 
 CANARY = "touched"
+STEP = "checkpoints/step_8"
 
 
 class Harm:
@@ -115,7 +116,9 @@ PAYLOADS: list[tuple[str, Callable[[Path], bytes]]] = [
     ("checkpoints/step_8/student.safetensors", pickled),
     ("checkpoints/step_8/teacher.safetensors", torch_saved),
     ("checkpoints/step_8/optimizer.safetensors", npz),
+    ("checkpoints/step_8/centers.safetensors", nested_zip),
     ("checkpoints/step_8/state.json", pickled),
+    ("checkpoints/step_8/state.json", deep_json),
     ("checkpoints/step_8/manifest.json", deep_json),
     ("checkpoints/step_8/manifest.json", lambda _: json.dumps({"../../../../x": {"bytes": 1}}).encode()),
     ("index.npz", pickled),
@@ -127,6 +130,8 @@ PAYLOADS: list[tuple[str, Callable[[Path], bytes]]] = [
     ("settings.yaml", yaml_bomb),
     ("provenance.json", deep_json),
     ("metrics.jsonl", pickled),
+    *((file, deep_json) for file in ("metrics.jsonl", "timing.jsonl", "quarantine.jsonl", "voided.jsonl")),
+    ("results.json", deep_json),
 ]
 
 
@@ -159,11 +164,16 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
     run = tmp_path / "run"
     shutil.copytree(made, run, symlinks=True)
     (run / file).write_bytes(make(tmp_path / CANARY))
+    if file.startswith(STEP) and not file.endswith(manifest.NAME):
+        vouch(run / STEP)
     outside = everything_below(tmp_path) - {f"run/{name}" for name in everything_below(run)}
     before = resident()
     attempts: list[Callable[[], object]] = [
         lambda: package.load(run),
         lambda: launch.prepare(images / "train", run),
+        lambda: report.run([str(run)], run / "report.html"),
+        lambda: unfinish(run),
+        lambda: package.load(run),
         lambda: resumed(images, run),
     ]
     for attempt in attempts:
@@ -175,10 +185,75 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
     assert resident() - before < 200 * 2**20
 
 
+def vouch(folder: Path) -> None:
+    """Makes the manifest say that all is as it was written, so that what reads the files behind it is met."""
+    told = {name: manifest.facts(folder / name) for name in checkpoint.NAMES}
+    (folder / manifest.NAME).write_text(json.dumps(told))
+
+
+def unfinish(run: Path) -> None:
+    for name in ("results.json", "backbone.safetensors", "backbone.json"):
+        (run / name).unlink(missing_ok=True)
+
+
 def resumed(images: Path, run: Path) -> None:
     """Goes on with the run as if it were not finished."""
     (run / "results.json").unlink(missing_ok=True)
     package.pretrain(images / "train", out=run, **TINY)
+
+
+STATES: list[Any] = [
+    [],
+    None,
+    {},
+    *({"step": value} for value in ("x", -5, 0, 7, 9, True, 8.5, 10**30)),
+    *({"meter": value} for value in (None, {}, {"sums": ["a"], "void": [1]}, {"sums": [0.0] * 6, "void": []})),
+    *({"meter": {"sums": [0.0] * 7, "void": [row]}} for row in ([10**30, *[0.0] * 5], [-1, *[0.0] * 5], [1], 5)),
+    *({"micro_batch_size": value} for value in (0, -1, "a", 3, 10**30)),
+    *({"processes": value} for value in (0, "a", 3)),
+    *({"steps_per_epoch": value} for value in (0, None, 5)),
+    {"fingerprint": None},
+    {"more": 1},
+]
+
+
+@pytest.mark.parametrize("number", range(len(STATES)), ids=[str(state)[:40] for state in STATES])
+def test_a_state_that_cannot_be_is_refused_in_one_sentence(
+    images: Path, made: Path, tmp_path: Path, number: int
+) -> None:
+    run, state = Run(shutil.copytree(made, tmp_path / "run", symlinks=True)), STATES[number]
+    file = run.path / STEP / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | state if state else state))
+    vouch(run.path / STEP)
+    unfinish(run.path)
+    with pytest.raises(UserError) as refused:
+        package.pretrain(images / "train", out=run.path, **TINY)
+    assert "\n" not in str(refused.value)
+    assert STEP in str(refused.value) or "steps an epoch" in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ["of one number", "too few", "of nothing known", "of another kind"])
+def test_moments_that_do_not_fit_are_refused(made: Path, tmp_path: Path, wrong: str) -> None:
+    """The fused kernel reads as many numbers as the weight has, wherever they end."""
+    run, settings = Run(shutil.copytree(made, tmp_path / "run", symlinks=True)), tiny()
+    file = run.path / STEP / "optimizer.safetensors"
+    moments = load_file(file)
+    name = next(name for name in moments if name.endswith("blocks.0.mlp.fc1.weight.exp_avg"))
+    if wrong == "of one number":
+        moments |= {full: value.flatten()[:1].clone() for full, value in moments.items() if "exp_avg" in full}
+    elif wrong == "too few":
+        del moments[name]
+    elif wrong == "of nothing known":
+        moments["../../x.exp_avg"] = torch.zeros(1)
+    else:
+        moments[name.replace("exp_avg", "momentum_buffer")] = moments[name].clone()
+    save_file(moments, file)
+    vouch(file.parent)
+    method = jobs.build(settings)
+    optimizer = optim.make_optimizer(method.student, settings)
+    with pytest.raises(UserError, match=r"optimizer\.safetensors is of another architecture: it (has|lacks) "):
+        checkpoint.load(run, method, optimizer)
+    assert not optimizer.state
 
 
 def test_recipes_and_words_are_data(images: Path, tmp_path: Path) -> None:
