@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,27 +85,29 @@ def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
                 "restore it, or delete that directory to start anew"
             )
         return None
-    for bad, name in found.damaged.items():
-        _set_aside(run, bad, name, step - 2)
+    if found.damaged:
+        _set_aside(run, found.damaged, step - 2)
     return _restore(run.checkpoints / f"step_{step - 2}", method, optimizer)
 
 
-def _set_aside(run: Run, step: int, name: str, going_on_from: int) -> None:
-    """A damaged checkpoint must not be counted among those that are kept."""
-    folder = run.checkpoints / f"step_{step}"
-    aside = folder.with_name(f"{folder.name}.damaged")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(folder, aside)
-    except OSError as error:
-        raise UserError(
-            f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
-        ) from None
-    print(
-        f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
-        f"training goes on from step {going_on_from}",
-        file=sys.stderr,
-    )
+def _set_aside(run: Run, damaged: Mapping[int, str], going_on_from: int) -> None:
+    """Damaged checkpoints must not be counted among those that are kept; `latest` leads past them first."""
+    for step, name in damaged.items():
+        folder = run.checkpoints / f"step_{step}"
+        aside = folder.with_name(f"{folder.name}.damaged")
+        try:
+            snapshot.point(run, f"step_{going_on_from}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
+            ) from None
+        print(
+            f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
+            f"training goes on from step {going_on_from}",
+            file=sys.stderr,
+        )
 
 
 def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.AdamW) -> State:

@@ -40,8 +40,10 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
         else:
             temporary.write_bytes(data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # which write(2) does not say; of rename(2) it is the temporary name
         raise
     if durable:
         sync(path.parent)

@@ -67,19 +67,26 @@ def _fill(folder: Path, state: Mapping[str, Any], tensors: Parts) -> None:
 
 def _publish(run: Run, folder: Path) -> Path:
     """Gives a whole checkpoint its name, and makes it the latest."""
-    final, latest = run.checkpoints / folder.name[1:].removesuffix(".tmp"), run.checkpoints / "latest"
+    final = run.checkpoints / folder.name[1:].removesuffix(".tmp")
     if final.exists():  # of a run that was copied, or set back: a whole one is resumed from, not made again
         _remove(final)
+    if not run.steps():
+        sync(run.path)  # that there are checkpoints
     os.rename(folder, final)
     sync(run.checkpoints)
-    link = run.checkpoints / ".latest.tmp"
+    point(run, final.name)
+    return final
+
+
+def point(run: Run, name: str) -> None:
+    """Makes a checkpoint the latest."""
+    link, latest = run.checkpoints / ".latest.tmp", run.checkpoints / "latest"
     link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
+    link.symlink_to(name)
     if latest.is_dir() and not latest.is_symlink():  # a copy that followed links made a directory of it
         shutil.rmtree(latest)
     os.replace(link, latest)
     sync(run.checkpoints)
-    return final
 
 
 def free(run: Run, keep: int) -> int:

@@ -144,6 +144,45 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_last_checkpoint(images: Pa
     assert lives.digest(out) == lives.digest(whole)
 
 
+# In the process: the disk is full as soon as a function of the training begins.
+FULL_FROM = """
+import errno, os, adclr.training as t
+work, real = t.{function}, os.write
+def full(handle, data):
+    if os.readlink(f"/proc/self/fd/{{handle}}").startswith({out!r}):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(handle, data)
+def filled(*arguments):
+    os.write = full
+    return work(*arguments)
+t.{function} = filled
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "last"),
+    [
+        ("_resume", "settings.yaml: No space left on device; see to it and try again"),
+        (
+            "_finish",
+            "backbone.json: No space left on device; "
+            "see to it and the same command goes on from the last checkpoint, which is whole",
+        ),
+    ],
+)
+def test_a_disk_that_is_full_at_the_start_or_the_end_is_said_with_the_file(
+    images: Path, tmp_path: Path, whole: Path, function: str, last: str
+) -> None:
+    out = tmp_path / "run"
+    before = FULL_FROM.format(function=function, out=str(out))
+    code, _, errors = lives.finish(lives.start(images / "train", out, before=before, **CHANGES))
+    assert code == 2, errors
+    assert errors.strip().splitlines()[-1] == f"adclr: {out}/{last}"
+    assert not list(out.glob("**/.*.tmp"))
+    package.pretrain(images / "train", out=out, **(TINY | CHANGES))
+    assert lives.digest(out) == lives.digest(whole)
+
+
 def test_old_checkpoints_are_freed_for_a_new_one_if_that_is_allowed(small: Path) -> None:
     method, optimizer = lives.made()
     tensors, said = checkpoint.parts(method, optimizer), []

@@ -55,14 +55,16 @@ def test_a_run_goes_on_when_the_disk_does_with_the_order_kept(images: Path, tmp_
     assert lives.digest(tmp_path / "run") == lives.digest(whole.path)
 
 
-def test_a_run_ends_when_the_disk_does_not_answer_and_says_which_image(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, 0])
+def test_a_run_ends_when_the_disk_does_not_answer_and_says_which_image(
+    images: Path, tmp_path: Path, workers: int
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(images / "train", data)
     name = sorted(data.rglob("*.png"))[11].name
     started = time.monotonic()
-    process = lives.start(
-        data, tmp_path / "run", before=HANG.format(name=name, flag=str(tmp_path / "never")), **CHANGES
-    )
+    before = HANG.format(name=name, flag=str(tmp_path / "never"))
+    process = lives.start(data, tmp_path / "run", before=before, **(CHANGES | {"num_workers": workers}))
     code, _, errors = lives.finish(process)
     assert code == 2, errors
     assert time.monotonic() - started < 60  # though a thread still waits
