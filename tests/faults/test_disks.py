@@ -13,6 +13,7 @@ from typing import Any
 
 import lives
 import pytest
+import soak
 import torch
 
 import adclr as package
@@ -181,6 +182,12 @@ def test_a_disk_that_is_full_at_the_start_or_the_end_is_said_with_the_file(
     assert not list(out.glob("**/.*.tmp"))
     package.pretrain(images / "train", out=out, **(TINY | CHANGES))
     assert lives.digest(out) == lives.digest(whole)
+
+
+@pytest.mark.full
+def test_kills_a_full_disk_and_broken_images_at_once(small: Path, tmp_path: Path) -> None:
+    """A short one; `python tests/faults/soak.py` is the long one."""
+    soak.work(soak.collection(tmp_path / "data"), small, tmp_path / "whole", steps=200, kills=2, fulls=1, least=0.6)
 
 
 def test_old_checkpoints_are_freed_for_a_new_one_if_that_is_allowed(small: Path) -> None:

@@ -147,7 +147,8 @@ def test_latest_loads_wherever_a_save_is_cut_short(saved: Run, monkeypatch: pyte
         shutil.rmtree(saved.path)
         shutil.copytree(whole, saved.path, symlinks=True)
     assert ends == {2, 3}
-    assert number > 40
+    assert number - 1 > 150
+    print(f"{fault}: {number - 1} times")  # docs/reliability.md has the sum
 
 
 def test_everything_is_synced_before_it_is_named_and_named_before_anything_is_deleted(saved: Run) -> None:
