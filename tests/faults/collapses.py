@@ -49,7 +49,7 @@ SLOW: dict[str, Any] = LONGER | {
     "momentum": 0.98,
 }
 HEALTHY: dict[str, dict[str, Any]] = (
-    {f"ADCLR, seed {seed}": {"seed": seed} for seed in range(3)}
+    {f"ADCLR, seed {seed}": LONGER | {"seed": seed} for seed in range(3)}
     | {f"ADCLR*, seed {seed}": LONGER | {"seed": seed, "masked_weight": 1.0} for seed in range(3)}
     | {f"ADCLR, paper's temperatures, seed {seed}": SLOW | {"seed": seed} for seed in range(2)}
     | {"ADCLR, 4096 prototypes": {"num_prototypes": 4096}, "ADCLR, Sinkhorn": {"target": "sinkhorn"}}
