@@ -155,7 +155,7 @@ class Journal:
                 self.run.append("voided.jsonl", row)
             self.listed += 1
         most = self.settings.train.max_void_steps
-        if last >= most or (done == self.schedules.total_steps and last == done - self.start > 0):
+        if last >= most or (done == self.schedules.total_steps and last >= done - self.start > 0):
             first = done - last + 1
             raise UserError(
                 f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "

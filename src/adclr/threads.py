@@ -46,25 +46,20 @@ def in_order(
 ) -> Generator[Made, None, None]:
     """`assemble(job, items)` for each job, in order; `bring` has brought the items that `wanted(job)` names.
 
-    Without workers all of it is done here, when it is asked for. `gpu` is the one that assembling threads work on;
-    `reading` says, for a person, what is being read just now.
+    Without workers nothing is done ahead: one thread, which can be watched and left behind, reads what is asked for.
+    `gpu` is the one that assembling threads work on; `reading` says, for a person, what is being read just now.
     """
 
     def bring_all(indices: NDArray[np.int64]) -> list[Item]:
         return [bring(int(index)) for index in indices]
 
-    if num_workers == 0:
-        for job in jobs:
-            yield assemble(job, bring_all(wanted(job)))
-        return
-
-    crew = _Crew(wanted, bring_all, assemble, reading, num_workers, gpu)
+    crew, ahead = _Crew(wanted, bring_all, assemble, reading, max(1, num_workers), gpu), AHEAD if num_workers else 0
     switch = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         for job in jobs:
             crew.order(job)
-            if len(crew.waiting) > AHEAD:
+            if len(crew.waiting) > ahead:
                 yield crew.next()
         while crew.waiting:
             yield crew.next()
