@@ -80,9 +80,11 @@ def work(
         lives.until(lambda wanted=wanted: last_step(out) >= wanted, process, 1800)
         if event == "full":
             fill(place, 1.0)
-            time.sleep(1.0)
+            before, deadline = lives.newest(out), time.monotonic() + 60
+            while process.poll() is None and lives.newest(out) == before and time.monotonic() < deadline:
+                time.sleep(0.01)
             if process.poll() is None:
-                continue  # it goes on
+                continue  # it goes on, and has saved
             ended += 1  # three saves in a row had failed
             code, _, errors = lives.finish(process)
             assert code == 2, errors
