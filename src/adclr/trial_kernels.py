@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _add_one(numbers: Any, COUNT: tl.constexpr) -> None:
+def _add_one(numbers, COUNT: tl.constexpr):
     places = numbers + tl.arange(0, COUNT)
     tl.store(places, tl.load(places) + 1)
 
