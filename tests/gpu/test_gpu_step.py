@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from tiny import TINY
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_step_never_waits_for_the_gpu(recorded: bool) -> None:
+def test_a_step_never_waits_for_the_gpu(recorded: bool, masked_weight: float) -> None:
     """Views, forward, backward, update, teacher and centers, with the debug mode in which waiting is an error."""
     from adclr import optim
     from adclr.step import Step
 
-    settings = build(Settings, {"masked_weight": 0.0 if recorded else 1.0, "num_prototypes": 4096})
+    settings = build(Settings, {"masked_weight": masked_weight, "num_prototypes": 4096})
     method = jobs.build(settings).to(CUDA)
     packed = pack(images_of(8), pin=True)
     made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
@@ -83,7 +85,8 @@ def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recor
     return method, losses
 
 
-def test_a_recorded_step_is_the_step() -> None:
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
+def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: to the bit as without.
 
     Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
@@ -91,7 +94,7 @@ def test_a_recorded_step_is_the_step() -> None:
     """
     from adclr.speed import repeatable
 
-    settings, views = default_views(8, CUDA, **SMALL)
+    settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
     with repeatable(True):
         plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
         again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
@@ -122,6 +125,23 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, msg=name)
     after = [value for state in optimizer.state.values() for value in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+
+
+def test_a_batch_that_hides_more_than_there_is_room_for_is_recorded_anew() -> None:
+    from adclr import optim
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL, masked_weight=1.0)
+    assert views.masks is not None
+    more = replace(views.masks, index=views.masks.index[:-3], weight=views.masks.weight[:-3])  # another number
+    method = jobs.build(settings).to(CUDA)
+    step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    for made in (views, replace(views, masks=more), views):
+        losses, ok = step([made], values)
+        assert ok.item()
+        assert losses.isfinite().all()
+        assert len(step.recorded) == 1
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
