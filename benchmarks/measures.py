@@ -2,8 +2,8 @@
 
     python benchmarks/measures.py [--batch 256] [--json FILE] [--tiny]
 
-ViT-S/16 of `adclr_vits16`, views of noise; as in benchmarks/step.py, whose functions it uses. Compare figures of one
-run only.
+ViT-S/16 of `adclr_vits16`, views of noise; as in benchmarks/step.py, whose functions it uses. What a row leaves out is
+replaced for that row only, by what a plain program does. Compare figures of one run only.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import step as benchmark
 import torch
+from torch import Tensor, nn
 
 from adclr import attention, devices, fit, fused, jobs, mlp, norm, optim
+from adclr.method import ADCLR
 from adclr.runs import provenance, write_json
+from adclr.settings import Settings
 from adclr.speed import prepare, ready
 from adclr.step import Step, seconds
 from adclr.vit import Input, Tokens, VisionTransformer
@@ -44,6 +48,48 @@ def one_by_one(vit: VisionTransformer, inputs: Sequence[Input]) -> list[Tokens]:
 
 def all_patches(vit: VisionTransformer, inputs: Sequence[Input]) -> list[Tokens]:
     return vit._forward([item._replace(patches=True) for item in inputs], vit.run_block)
+
+
+def plainly(vit: VisionTransformer, inputs: Sequence[Input]) -> list[Tokens]:
+    return [vit._forward([item._replace(patches=True)], vit.run_block)[0] for item in inputs]
+
+
+class Voidless(torch.optim.AdamW):
+    """Without the flag that voids a step, which only the fused kernel takes."""
+
+    found_inf = property(lambda _: None, lambda *_: None)
+
+
+def adamw_by_parameter(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """What `optim.make_optimizer` makes, but for the kernel."""
+    made = make_optimizer(model, settings)
+    betas, capturable = settings.optim.betas, made.defaults["capturable"]  # a CUDA graph must not ask for the count
+    groups = [{"params": group["params"], "decayed": group["decayed"]} for group in made.param_groups]
+    return Voidless(groups, lr=0.0, betas=betas, weight_decay=0.0, foreach=False, fused=False, capturable=capturable)
+
+
+make_optimizer = optim.make_optimizer
+
+
+def each(operation: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    """An operation on lists, tensor by tensor; the second argument is a list too, or one for all."""
+
+    def loop(tensors: Iterable[Tensor], *others: Any) -> list[Tensor]:
+        more = [other if isinstance(other, Sequence) else [other] * len(list(tensors)) for other in others]
+        return [operation(*given) for given in zip(tensors, *more, strict=True)]
+
+    return loop
+
+
+def by_parameter(room: object, name: str, **operations: Callable[..., Tensor]) -> Patch:
+    """A function that goes on to the end with loops in place of torch's operations on lists."""
+    whole, loops = getattr(room, name), {key: each(operation) for key, operation in operations.items()}
+
+    def function(*args: Any, **options: Any) -> object:
+        with mock.patch.multiple(torch, **loops):
+            return whole(*args, **options)
+
+    return mock.patch.object(room, name, function)
 
 
 @dataclass(frozen=True)
@@ -74,8 +120,21 @@ def of_blocks() -> list[Patch]:
     return [without(norm, "fits"), without(mlp, "fits")]
 
 
+def of_adamw() -> list[Patch]:
+    return [mock.patch.object(optim, "make_optimizer", adamw_by_parameter)]
+
+
+def of_clipping() -> list[Patch]:
+    return [by_parameter(optim, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
+
+
+def of_mean() -> list[Patch]:
+    return [by_parameter(ADCLR, "update", _foreach_mul_=Tensor.mul_, _foreach_mul=torch.mul, _foreach_add_=Tensor.add_)]
+
+
 def of_all() -> list[Patch]:
-    return [*of_crops(), *of_attention(), *of_logits(), *of_blocks()]
+    forward = mock.patch.object(VisionTransformer, "forward_many", plainly)
+    return [forward, *of_attention(), *of_logits(), *of_blocks(), *of_adamw(), *of_clipping(), *of_mean()]
 
 
 CASES = [
@@ -85,6 +144,9 @@ CASES = [
     Case("logits of all rows in float32", of_logits),
     Case("norms and MLPs left to the compiler", of_blocks),
     Case("the last block of every patch", of_patches),
+    Case("AdamW parameter by parameter", of_adamw),
+    Case("clipping parameter by parameter", of_clipping),  # and weight decay
+    Case("teacher's mean parameter by parameter", of_mean),
     Case("not compiled", compiled=False),
     Case("not recorded as a CUDA graph", recorded=False),
     Case("none of them", of_all, compiled=False, recorded=False),
@@ -105,8 +167,16 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
         optimizer = optim.make_optimizer(method.student, settings)
         take = Step(settings, method, optimizer, device, dtype, record=record)
         views = fit.random_views(settings, batch, device)
+        before = {name: tensor.to("cpu", copy=True) for name, tensor in method.state_dict().items()}
+        take([views], benchmark.VALUES)
+        # recording takes a step that is void, but only to the fused AdamW: others are left with what is not a number
+        method.load_state_dict(before)
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
         for _ in range(3):
-            take([views], benchmark.VALUES)
+            losses, ok = take([views], benchmark.VALUES)
+        assert ok.item(), (case.name, losses)
         spent = statistics.median(seconds(lambda: take([views], benchmark.VALUES), device, 2 if tiny else 8, 3))
     gib = torch.cuda.max_memory_allocated() / benchmark.GIB if device.type == "cuda" else None
     return {"name": case.name, "images_per_second": batch / spent, "milliseconds": 1000 * spent, "gib": gib}

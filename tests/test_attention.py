@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adclr import attention
+from adclr import attention, gpu_code
 from adclr.attention import Config, Group
 from kernel_device import DEVICE, needs_interpreter
 
@@ -261,7 +261,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dtype=torch.float64)
     assert not fits(device="cpu")
     assert not fits(device="cuda:1")  # too small a GPU
-    monkeypatch.setattr(attention, "HAS_TRITON", False)
+    monkeypatch.setattr(gpu_code, "possible", False)
     assert not fits()
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr import mlp, mlp_kernels
+from adclr import gpu_code, mlp, mlp_kernels
 from adclr.mlp import Line, Tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -369,7 +369,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(torch.float32)
     assert not fits(torch.float64)
     assert not fits(device="cpu")
-    monkeypatch.setattr(mlp, "HAS_TRITON", False)
+    monkeypatch.setattr(gpu_code, "possible", False)
     assert not fits()
 
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr import norm
+from adclr import gpu_code, norm
 from adclr.norm import Config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -351,7 +351,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dim=24)
     assert not fits(dim=norm.WIDEST + 16)
     assert not fits(before=(2, 9))
-    monkeypatch.setattr(norm, "HAS_TRITON", False)
+    monkeypatch.setattr(gpu_code, "possible", False)
     assert not fits()
 
 

@@ -12,8 +12,10 @@ import torch
 
 import adclr as package
 from adclr import cli, config, cost, fit, gpus, launch, planning
+from adclr.augment import Views
 from adclr.config import UserError
 from adclr.settings import Settings
+from adclr.step import Step
 from tiny import TINY, Adclr, words
 
 H200 = gpus.GPUS["h200"]
@@ -126,9 +128,10 @@ def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
     text = capsys.readouterr().out
     assert "ESTIMATED, not measured, for H200" in text
-    assert f"{planning.EFFICIENCY:.0%}" in text
     assert plan["steps"] == 100 * 1251
-    rate = 8 * 989e12 * planning.EFFICIENCY / cost.flops(settings).step
+    rate = 8 * 128 / planning.stated_seconds(settings, H200, 128, 128, num_gpus=8)
+    share = rate / 8 * cost.flops(settings).step / 989e12
+    assert f"of which {share:.0%} are taken to be reached" in " ".join(text.split())
     assert plan["time"]["images_per_second"] == pytest.approx(rate)
     assert plan["time"]["hours"] == pytest.approx(100 * 1251 * 1024 / rate / 3600)
     memory = plan["memory"]
@@ -137,6 +140,70 @@ def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert small["micro_batch_size"] * small["accumulate"] == 1024
     assert small["micro_batch_size"] <= small["images_that_fit"] < 2 * small["micro_batch_size"]
     assert small["fixed_gib"] + small["images_that_fit"] * small["image_gib"] <= fit.GPU_SHARE * 22
+
+
+# method (by its recipe), model.size, batch, images/s: of one H200, from docs/performance.md
+MEASURED = [
+    ("adclr_vits16", "small", 256, 2565),
+    ("adclr_vits16", "small", 64, 2155),
+    ("adclr_vits16", "base", 128, 925),
+    ("adclr_vits16", "base", 64, 885),
+    ("dino_vits16", "small", 256, 2706),
+    ("dino_vits16", "base", 128, 964),
+    ("ibot_vits16", "small", 256, 2574),
+    ("adclr_mim_vits16", "base", 128, 905),
+    ("adclr_mim_vits16", "small", 64, 772),  # launched kernel by kernel
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "batch", "measured"), MEASURED)
+def test_the_model_gives_what_was_measured(recipe: str, size: str, batch: int, measured: float) -> None:
+    told = {"size": size, "batch_size": batch}
+    plan = planning.run(None, images=5000, recipe=recipe, gpu=H200, overrides=told)
+    assert plan["memory"]["micro_batch_size"] == batch
+    assert plan["time"]["images_per_second"] == pytest.approx(measured, rel=0.1)
+
+
+def test_the_model_knows_checkpointing_and_compiling() -> None:
+    def plan(num_gpus: int = 1, **changes: Any) -> Any:
+        told = {"batch_size": 64} | changes
+        return planning.run(None, images=5000, recipe="adclr_vits16", gpu=H200, num_gpus=num_gpus, overrides=told)
+
+    def rate(plan: Any) -> float:
+        return float(plan["time"]["images_per_second"])
+
+    usual, again, off = plan(), plan(checkpoint_activations=True), plan(compile="off")
+    assert again["memory"]["image_gib"] < 0.35 * usual["memory"]["image_gib"]
+    # a forward of the student's blocks more: about a fifth of all
+    assert 0.75 * rate(usual) < rate(again) < 0.9 * rate(usual)
+    assert again["time"]["gflop_per_image"] == usual["time"]["gflop_per_image"]
+    assert off["memory"]["image_gib"] < usual["memory"]["image_gib"]
+    assert rate(off) == pytest.approx(879, rel=0.15)  # unrecorded, at this batch; `docs/log.md`
+    # neither micro-batches nor several processes are recorded
+    for halves in (plan(batch_size=128, micro_batch_size=64), plan(2, batch_size=128)):
+        assert rate(halves) / halves["gpus"] == pytest.approx(rate(off))
+    large, large_off = plan(batch_size=256), plan(batch_size=256, compile="off")
+    assert rate(large_off) == pytest.approx(0.987 * rate(large), rel=0.005)
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, (1, 2)), ({"micro_batch_size": 4}, (2, 1))])
+def test_steps_are_timed_as_training_takes_them(
+    images: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], expected: tuple[int, int]
+) -> None:
+    """(micro-batches, images of each): on a CPU of two images in all."""
+    taken = set()
+    take = Step._learn
+
+    def learn(step: Step, views: list[Views], temperature: float) -> torch.Tensor:
+        taken.add((step.accumulate, len(views), views[0].global_crops.shape[1]))
+        return take(step, views, temperature)
+
+    monkeypatch.setattr(Step, "_learn", learn)
+    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
+    accumulate, count = expected
+    assert taken == {(accumulate, accumulate, count)}
+    assert plan["memory"]["accumulate"] == accumulate
+    assert f"by steps of {'2 × 1' if accumulate > 1 else '2'} images of noise" in plan["basis"]
 
 
 def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from adclr import fit, pretrain, speed
+from adclr import attention, fit, fused, gpu_code, mlp, norm, pretrain, speed, trial_kernels
 from adclr.ahead import Ahead
 from adclr.blocks import again_block, run_block
 from adclr.jobs import build
 from adclr.vit import VisionTransformer
+from kernel_device import DEVICE, needs_interpreter
 from tiny import TINY, tiny
 
 CPU = torch.device("cpu")
@@ -44,6 +46,30 @@ def test_a_compiler_that_fails_costs_speed_and_not_the_run(
     plain = pretrain(images / "train", tmp_path / "plain", **(TINY | {"compile": "off"}))
     assert json.loads((plain.path / "provenance.json").read_text())[0]["compiled"] is None
     assert list(run.rows("metrics.jsonl")) == list(plain.rows("metrics.jsonl"))
+
+
+@needs_interpreter
+def test_the_least_kernel_runs() -> None:
+    trial_kernels.launch(DEVICE)
+
+
+def test_kernels_that_cannot_be_compiled_are_not_launched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine may have Triton and no C compiler; Triton says so when it first launches something."""
+    monkeypatch.setattr(gpu_code, "possible", True)
+    monkeypatch.setattr(trial_kernels, "launch", broken)
+    gpu_code.try_out(CPU)
+    assert gpu_code.possible  # nothing was tried
+    gpu = SimpleNamespace(device=torch.device("cuda:0"), is_cuda=True, dtype=torch.bfloat16, shape=(9, 64))
+    assert norm.fits(gpu)  # type: ignore[arg-type]
+    for _ in range(2):
+        gpu_code.try_out(torch.device("cuda:0"))
+        assert not gpu_code.possible
+    assert capsys.readouterr().err == "Triton cannot compile kernels here, so all is slower (no compiler of any kind)\n"
+    assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
+    assert not attention.fits(gpu, [], 1)  # type: ignore[arg-type]
+    assert not fused.possible(gpu)  # type: ignore[arg-type]
 
 
 def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

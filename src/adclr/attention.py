@@ -6,7 +6,6 @@ same straight from the rows of the qkv layer. For `torch.compile` they are one o
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not, on macOS
+from adclr import gpu_code
+
 DTYPES = (torch.bfloat16, torch.float16)  # float32, which has no tensor cores of full precision, is PyTorch's
 WIDTHS = (16, 32, 64, 128)  # of a head
 MOST = 272  # tokens that answer; where there are more, flash attention is at home
@@ -38,7 +38,7 @@ def attend(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
 def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
     """Whether the kernels can do it, on this device."""
     return (
-        HAS_TRITON
+        gpu_code.possible
         and qkv.device.type == "cuda"
         and qkv.dtype in DTYPES
         and qkv.shape[1] // 3 // num_heads in WIDTHS
@@ -213,7 +213,7 @@ def _chunks(image: int, keys: int) -> dict[str, int]:
     return {"KEYS": keys, "FULL": full, "LAST": tile_of(image - full)}
 
 
-# Kernels are imported where they are launched: see HAS_TRITON.
+# Kernels are imported where they are launched: not everywhere is there Triton.
 
 
 def forward(qkv: Tensor, groups: Sequence[Group], heads: int, keep: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from adclr.settings import Settings
 # (4) and their norms (4), q, k, v (6), what attention gave (2), and the input of GELU (8). ADCLR with ViT-S/16 took
 # 90 MB for each image more on an H200, of which 2.3 are the views.
 ACTIVATION_BYTES = 24
+INPUT_BYTES = 4  # of these, the tokens that a block takes, and their norm: all that is kept where it is computed again
 # Logits are made in chunks, whatever the batch: `fused.CHUNK_BYTES`, and the gradient of the prototypes beside them.
 LOGIT_BYTES = 2**29
 # The context of CUDA and its libraries, which no allocator of torch's sees.
@@ -60,6 +61,7 @@ class Flops(NamedTuple):
 
     teacher: float  # forward
     student: float  # forward and backward
+    again: float  # what train.checkpoint_activations computes a second time, which is no progress; 0 without it
 
     @property
     def step(self) -> float:
@@ -86,8 +88,10 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     asked = 2 * (1 + queries)
     said = asked + views.num_local * (1 + local_queries) + masked
     teacher = 2 * (embed + body) + _head(settings, asked + patches, asked + masked)
-    learned = 2 * body + views.num_local * body_local + _head(settings, said, said)
-    return Flops(teacher, 3 * learned + 2 * (2 * embed + views.num_local * embed_local))
+    blocks = 2 * body + views.num_local * body_local
+    learned = blocks + _head(settings, said, said)
+    student = 3 * learned + 2 * (2 * embed + views.num_local * embed_local)
+    return Flops(teacher, student, blocks if settings.train.checkpoint_activations else 0.0)
 
 
 def hidden_patches(settings: Settings) -> float:
@@ -127,8 +131,17 @@ def _patches(settings: Settings, side: int) -> int:
     return (side // settings.model.patch_size) ** 2
 
 
+def recorded(settings: Settings) -> bool:
+    """Whether a GPU that trains alone, without accumulating, records its step as a CUDA graph."""
+    return settings.train.compile != "off" and not settings.train.shard and not settings.masked
+
+
 def gpu_memory(settings: Settings) -> tuple[float, float]:
-    """(bytes whatever the batch, bytes for each image) of a step on a GPU under bfloat16 autocast: a model."""
+    """(bytes whatever the batch, bytes for each image) of a step on a GPU under bfloat16 autocast: a model.
+
+    Blocks keep as much uncompiled as compiled. What is recorded reads a second copy of the views; it is counted
+    wherever settings allow a recording, however many GPUs and micro-batches there will be.
+    """
     views, method = settings.views, settings.method
     dim, depth, _ = settings.model.shape
     count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
@@ -138,8 +151,11 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
     pixels = settings.model.num_channels * (2 * views.global_size**2 + views.num_local * views.local_size**2)
-    kept = ACTIVATION_BYTES * dim * depth * tokens + 4 * pixels
-    return float(fixed), float(kept)
+    kept = ACTIVATION_BYTES * depth
+    if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
+        kept = INPUT_BYTES * depth + ACTIVATION_BYTES
+    copies = 2 if recorded(settings) else 1
+    return float(fixed), float(kept * dim * tokens + 4 * copies * pixels)
 
 
 def checkpoint_bytes(settings: Settings) -> int:

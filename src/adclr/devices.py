@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from adclr import distributed
+from adclr import distributed, gpu_code
 from adclr.config import UserError
 
 
@@ -22,6 +22,7 @@ def choose(name: str) -> torch.device:
         raise UserError(f"process {number} has no GPU of its own: there are {torch.cuda.device_count()}; start fewer")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
+    gpu_code.try_out(device)
     return device
 
 

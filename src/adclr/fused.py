@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adclr.attention import HAS_TRITON
+from adclr import gpu_code
 
 CHUNK_BYTES = 512 * 2**20  # of logits at once, teacher's and student's; to be tuned
 
@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
 def possible(images: Tensor) -> bool:
     """Whether the kernels can work on what these images become: on a GPU, with Triton; float64 is for plain code."""
-    return HAS_TRITON and images.is_cuda and images.dtype != torch.float64
+    return gpu_code.possible and images.is_cuda and images.dtype != torch.float64
 
 
 def compare(

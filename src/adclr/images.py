@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from adclr.augment import HAS_TRITON, Packed
+from adclr import gpu_code
+from adclr.augment import Packed
 from adclr.augment.resample import needed
 from adclr.augment.transfer import send
 from adclr.cache import Store
@@ -122,7 +123,7 @@ class Images:
     ) -> None:
         self.source, self.decoder, self.framing, self.device, self.store = source, decoder, framing, device, store
         self.num_workers = cpu_count() if num_workers is None else num_workers
-        on_gpu = device.type == "cuda" and HAS_TRITON and gpu_decoding
+        on_gpu = device.type == "cuda" and gpu_code.possible and gpu_decoding
         self.gpu = GpuDecoder(decoder, device) if on_gpu and GpuDecoder.suits(device) else None
 
     def batches(self, order: Iterable[NDArray[np.int64]]) -> Generator[Batch, None, None]:

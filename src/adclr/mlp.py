@@ -9,14 +9,14 @@ M tokens, D their width, H the width in between. Parameters lie as `nn.Linear` h
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not, on macOS
+from adclr import gpu_code
+
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -32,7 +32,7 @@ def mlp(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 def fits(y: Tensor) -> bool:
     """Whether the kernels are for this device and type. Float32 is PyTorch's: its products take so long that the rest
     does not matter."""
-    return HAS_TRITON and y.device.type == "cuda" and y.dtype in DTYPES
+    return gpu_code.possible and y.device.type == "cuda" and y.dtype in DTYPES
 
 
 def plain(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def backward(
     return of_y, of_w1, sums.sum(0), of_w2, grad.sum(0, dtype=torch.float32)
 
 
-# Kernels are imported where they are launched: see HAS_TRITON.
+# Kernels are imported where they are launched: not everywhere is there Triton.
 
 
 def gelu(hidden: Tensor, out: Tensor) -> None:

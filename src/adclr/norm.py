@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adclr.attention import HAS_TRITON
+from adclr import gpu_code
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 4096
@@ -34,7 +34,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def fits(x: Tensor) -> bool:
     """Whether the kernels can do it, on this device."""
     return (
-        HAS_TRITON
+        gpu_code.possible
         and x.device.type == "cuda"
         and x.dtype in DTYPES
         and len(x.shape) == 2
@@ -212,7 +212,7 @@ def _gradients(total: Tensor, apart: torch.dtype | None) -> tuple[Tensor, Tensor
     return dx, total.new_empty(0) if apart is None else total.new_empty(total.shape, dtype=apart)
 
 
-# Kernels are imported where they are launched: see HAS_TRITON.
+# Kernels are imported where they are launched: not everywhere is there Triton.
 
 
 def forward(

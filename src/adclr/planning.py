@@ -1,8 +1,8 @@
 """What a run will need before it is started: memory, time and disk, and the batch that fits.
 
 Measured where the run would go: the micro-batch is fitted and a few real steps are timed, on views of noise. For a
-GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the arithmetic of `cost.flops` over a share
-of the GPU's peak. Either is of the step alone; probes are not in it, and of the data path only decoding is looked at.
+GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the time of `stated_seconds`. Either is of
+the step alone; probes are not in it, and of the data path only decoding is looked at.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from adclr.settings import Settings
 from adclr.sources import Source
 from adclr.workers import Workers
 
-# Share of a GPU's peak that the step reaches, on an H200: 0.33 with ViT-S/16 (2616 images/s of 124 GFLOP each, of
-# 989 TFLOP/s), 0.43 with ViT-B/16.
-EFFICIENCY = 0.33
+# The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
+# else with the width: the time is that of the arithmetic at the maker's peak, times BEST + PER_WIDTH / width. Then the
+# update and whatever else does not depend on the batch: ViT-S and ViT-B have the same, from two batch sizes each.
+BEST, PER_WIDTH = 1.5, 543.0
+UPDATE_SECONDS = 0.0063
+UNCOMPILED = 1.013  # times as long
+# A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
+LAUNCH_SECONDS = 0.0068
 GIB, GB = 2**30, 1e9
 COLUMNS = 110  # of the printed text
 LONG_DAYS = 30.0  # beyond, the user is warned
@@ -88,7 +93,7 @@ def run(
         raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
     sample = _sample(source, settings, gpu) if source is not None else None
     filled = sample.bytes if sample and sample.place == "gpu" else 0.0
-    device = _stated(settings, local, gpu, filled) if gpu else _measured(settings, local, filled)
+    device = _stated(settings, local, num_gpus, gpu, filled) if gpu else _measured(settings, local, num_gpus, filled)
     plan = _report(settings, source, count, num_gpus, device, sample, out)
     print("\n".join([*reasons, *describe(plan)]))
     if file is not None:
@@ -188,23 +193,37 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     return Sample(size, where, rate, threads)
 
 
-def _stated(settings: Settings, local_batch: int, gpu: Gpu, filled: float) -> Device:
+def stated_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
+    """The time of a step on a GPU that is not here, by the model."""
+    dim, depth, _ = settings.model.shape
+    counted = cost.flops(settings)
+    each = (counted.step + counted.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
+    if settings.train.compile == "off" or settings.train.shard:
+        each *= UNCOMPILED
+    spent, accumulate = UPDATE_SECONDS + local_batch * each, local_batch // micro_batch
+    if cost.recorded(settings) and accumulate == 1 and num_gpus == 1:
+        return spent
+    return max(spent, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
+
+
+def _stated(settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, filled: float) -> Device:
     """A GPU that is not here, by the model."""
     from adclr import fit
 
     fixed, each = cost.gpu_memory(settings)
     room = fit.GPU_SHARE * (gpu.gib * GIB - filled) - fixed
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
-    rate = gpu.tflops * 1e12 * EFFICIENCY / cost.flops(settings).step
+    rate = local_batch / stated_seconds(settings, gpu, local_batch, micro, num_gpus)
+    share = rate * cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
         f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
-        f"which {EFFICIENCY:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
+        f"which {share:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
     )
     return Device(basis, False, True, gpu.gib, room, fixed, each, micro, rate)
 
 
-def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
-    """The device that is here, by a few steps."""
+def _measured(settings: Settings, local_batch: int, num_gpus: int, filled: float) -> Device:
+    """The device that is here, by a few steps as training will take them: as many micro-batches, recorded or not."""
     import torch
 
     from adclr import devices, fit, jobs, memory, optim, speed, step
@@ -222,14 +241,17 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
         whole = memory.host_memory()
         room = fit.CPU_SHARE * whole
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
-    timed = micro if gpu else min(micro, CPU_IMAGES)
-    views = [fit.random_views(settings, timed, device, round(cost.hidden_patches(settings)))]
+    accumulate = local_batch // micro
+    if not gpu:
+        accumulate = min(accumulate, CPU_IMAGES)
+    timed = micro if gpu else min(micro, CPU_IMAGES // accumulate)
+    views = [fit.random_views(settings, timed, device, round(cost.hidden_patches(settings)))] * accumulate
     values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     fits, counts = True, (GPU_STEPS, GPU_REPEATS) if gpu else (CPU_STEPS, 1)
     try:
         record = speed.ready(speed.prepare(method, settings, device, dtype, timed))
         optimizer = optim.make_optimizer(method.student, settings)
-        take = step.Step(settings, method, optimizer, device, dtype, record=record)
+        take = step.Step(settings, method, optimizer, device, dtype, accumulate, record and num_gpus == 1)
         for _ in range(GPU_WARM if gpu else CPU_WARM):
             take(views, values)
         spent = statistics.median(step.seconds(lambda: take(views, values), device, *counts))
@@ -241,10 +263,11 @@ def _measured(settings: Settings, local_batch: int, filled: float) -> Device:
             f"set train.micro_batch_size={fit.largest(local_batch, each, room, max(1, timed // 2))}"
         )
     name = torch.cuda.get_device_name(device) if gpu else f"the {memory.cpu_count()} CPU cores of this machine"
-    basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {timed} images of noise"
+    images = f"{accumulate} × {timed}" if accumulate > 1 else f"{timed}"
+    basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {images} images of noise"
     if not gpu:
         basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
-    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, timed / spent)
+    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, accumulate * timed / spent)
 
 
 def _report(

@@ -15,6 +15,7 @@ from adclr.config import build
 from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
+from tiny import TINY
 
 CUDA = torch.device("cuda")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as repeatable steps ask, before cuBLAS starts
@@ -40,6 +41,11 @@ def default_views(count: int, device: torch.device, **changes: Any) -> tuple[Set
     keys = np.array([key_of(str(i)) for i in range(count)], np.uint64)
     made = plan(settings, 0, keys, packed.sizes)
     return settings, render(packed.to(device), made, settings.data.mean, settings.data.std)
+
+
+def for_kernels(**changes: Any) -> dict[str, Any]:
+    """Tiny settings with sizes that the kernels of attention, norms, MLPs and losses take."""
+    return TINY | {"dim": 128, "num_prototypes": 256, "head_bottleneck_dim": 64, "device": "cuda"} | changes
 
 
 def write_scenes(folder: Path) -> Path:

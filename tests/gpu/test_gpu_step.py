@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, autocast, default_views, images_of, write_scenes
+from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 import adclr as package
 from adclr import fused, jobs
@@ -18,7 +18,6 @@ from adclr.augment import Views, pack, render
 from adclr.config import build
 from adclr.settings import Settings
 from adclr.views import plan
-from tiny import TINY
 
 pytestmark = pytest.mark.gpu
 
@@ -144,10 +143,92 @@ def test_a_batch_that_hides_more_than_there_is_room_for_is_recorded_anew() -> No
         assert len(step.recorded) == 1
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Compiled and recorded, as a user runs it."""
+def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host waits in the midst of the recording, which CUDA forbids; to the bit as if none had been tried."""
+    from adclr import optim
+    from adclr.method import ADCLR
+    from adclr.speed import repeatable
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL)
+    update, waited = ADCLR.update, []
+
+    def waiting(method: ADCLR, momentum: torch.Tensor, ok: torch.Tensor, head_only: bool = False) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            waited.append(True)
+            ok.item()
+        update(method, momentum, ok, head_only)
+
+    with repeatable(True):
+        _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
+        monkeypatch.setattr(ADCLR, "update", waiting)
+        method = jobs.build(settings).to(CUDA)
+        step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+        current, losses = torch.cuda.current_stream(), []
+        for number in range(6):
+            torch.manual_seed(1000 + number)
+            values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+            found, ok = step([views], values)
+            losses.append(found.tolist())
+            assert ok.item()
+    assert len(waited) == 1
+    assert not step.record
+    assert not step.recorded
+    assert "could not be recorded as a CUDA graph" in capsys.readouterr().err
+    assert losses == expected
+    assert np.isfinite(losses).all()
+    assert torch.cuda.current_stream() == current
+    # memory is taken and given back, and random numbers follow the seed
+    before = torch.cuda.memory_allocated()
+    large = torch.ones(2**26, device=CUDA)
+    assert large.sum().item() == 2**26
+    del large
+    assert torch.cuda.memory_allocated() == before
+    torch.manual_seed(3)
+    first = torch.rand(5, device=CUDA)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(5, device=CUDA), first)
+    assert torch.ones(3).pin_memory().to(CUDA, non_blocking=True).sum().item() == 3
+
+
+def test_after_a_failed_recording_another_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a later run in the same process; an error of Python's, which leaves the recording whole, is put back too."""
+    from adclr import optim
+    from adclr.method import ADCLR
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL)
+    update = ADCLR.update
+    for waits in (True, False):
+
+        def failing(
+            method: ADCLR, momentum: torch.Tensor, ok: torch.Tensor, head_only: bool = False, waits: bool = waits
+        ) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                if waits:
+                    torch.cuda.synchronize()
+                raise ValueError("not while it is recorded")
+            update(method, momentum, ok, head_only)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ADCLR, "update", failing)
+            method = jobs.build(settings).to(CUDA)
+            optimizer = optim.make_optimizer(method.student, settings)
+            step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
+            _, ok = step([views], optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False))
+            assert ok.item()
+            assert not step.record
+        _, losses = steps_of(settings, views, 3, compiled=False, recorded=True)
+        assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, masked_weight: float) -> None:
+    """Compiled and recorded, as a user runs it, by the kernels."""
     images = write_scenes(tmp_path / "scenes")
-    changes = TINY | {"device": "cuda", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
+    changes = for_kernels(masked_weight=masked_weight, checkpoint_every_steps=5, keep_checkpoints=9)
     whole = package.pretrain(images / "train", out=tmp_path / "whole", **changes)
     expected = [row["loss"] for row in whole.rows("metrics.jsonl")]
     shutil.copytree(whole.path, tmp_path / "cut")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adclr import gpu_code
 from adclr import views as planning
 from adclr.augment.photometric import photometric
 from adclr.augment.resample import resample, resample_each
 from adclr.augment.transfer import send
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Views:
 def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tuple[float, ...]) -> Views:
     """All views of a batch, normalised, float32."""
     make_crops = _render
-    if packed.bytes.is_cuda and HAS_TRITON:
+    if packed.bytes.is_cuda and gpu_code.possible:
         from adclr.augment.kernels import render_crops as make_crops
 
     def make(crops: planning.Crops | None) -> Tensor | None:
@@ -133,7 +131,7 @@ def _render(packed: Packed, crops: planning.Crops, mean: tuple[float, ...], std:
 def crop(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
     """One crop of each image, B×C×size×size in [0, 1]: cut out, resized, perhaps flipped, and nothing else."""
     device = packed.bytes.device
-    if device.type == "cuda" and HAS_TRITON:
+    if device.type == "cuda" and gpu_code.possible:
         from adclr.augment.kernels import resize_crops
 
         return resize_crops(packed, boxes, flip, size)

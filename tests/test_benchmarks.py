@@ -1,0 +1,123 @@
+"""The benchmarks of measures and of attention: they run, and what a row replaces is replaced and computes the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from adclr import fit, jobs, optim
+from adclr.step import Step
+from kernel_device import needs_interpreter
+from tiny import tiny
+
+ROOT = Path(__file__).parent.parent
+VALUES = optim.Values(lr=1e-2, weight_decay=0.4, momentum=0.9, teacher_temperature=0.04, freeze_last_layer=False)
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # tensors of a few kB are no work for two
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("measures")
+
+
+def trained(patches: list[Any]) -> list[torch.Tensor]:
+    """Student and teacher after 3 steps, with gradients that are clipped."""
+    settings = tiny(clip_norm=0.05, drop_path=0.0)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        torch.manual_seed(0)
+        method = jobs.build(settings)
+        torch.manual_seed(1)
+        views = fit.random_views(settings, 4, torch.device("cpu"))
+        step = Step(settings, method, optim.make_optimizer(method.student, settings), torch.device("cpu"), None)
+        for _ in range(3):
+            _, ok = step([views], VALUES)
+            assert ok.item()
+    return [parameter.detach() for parameter in method.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("case", "fast"),
+    [
+        ("of_adamw", ["_fused_adamw_"]),
+        ("of_clipping", ["_foreach_norm"]),
+        ("of_mean", ["_foreach_mul"]),
+        ("of_all", ["_fused_adamw_", "_foreach_norm", "_foreach_mul_", "_foreach_mul"]),
+    ],
+)
+def test_parameter_by_parameter_is_the_same_update(
+    measures: Any, monkeypatch: pytest.MonkeyPatch, case: str, fast: list[str]
+) -> None:
+    expected, left_out = trained([]), getattr(measures, case)
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the fast way was taken")
+
+    for name in fast:
+        monkeypatch.setattr(torch, name, forbidden)
+    found = trained(left_out())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_the_last_row_saves_nothing_in_the_last_block(measures: Any) -> None:
+    settings = tiny(drop_path=0.0)
+
+    def operations(patches: list[Any]) -> int:
+        method, views = jobs.build(settings), fit.random_views(settings, 4, torch.device("cpu"))
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                method(views, 0.04).total.backward()
+        return int(counter.get_total_flops())
+
+    assert operations(measures.of_all()) == operations(measures.of_patches()) > operations(measures.of_crops())
+
+
+def test_the_benchmark_of_measures_runs(measures: Any, tmp_path: Path) -> None:
+    out = tmp_path / "measures.json"
+    text = run("measures.py", "--tiny", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == [case.name for case in measures.CASES]
+    assert all(row["images_per_second"] > 0 for row in rows)
+    for what in ("AdamW", "clipping", "teacher's mean"):
+        assert f"{what} parameter by parameter" in text
+
+
+@needs_interpreter
+def test_the_benchmark_of_attention_makes_its_table() -> None:
+    """Where PyTorch has no such kernel, as here for two of them, the others are still compared."""
+    text = run("attention.py", "--tiny")
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in table[1:]] == ["flash", "cuDNN", "memory-efficient", "FlexAttention", "ours"]
+    assert all(len(row) == 4 for row in table)
+    assert "failed" not in "".join(table[-1])
+    assert "RuntimeError: " in text
+    for cell in table[-1][1:]:
+        forward, both = map(float, cell.split(","))
+        assert 0 < forward < both
