@@ -15,6 +15,7 @@ import adclr as package
 from adclr import fit, health, jobs
 from adclr.draws import Draws
 from adclr.evals import matching
+from adclr.probe import summary
 from tiny import TINY, Adclr, tiny
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -177,18 +178,49 @@ def test_views_are_cut_where_the_boxes_say() -> None:
         assert torch.allclose(back[1], v.flatten().expand(8, -1), atol=1e-5)
 
 
+def test_images_are_found_again_by_their_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "ROWS", 3)  # several parts
+    features = torch.randn(10, 32)
+    near = features + 0.1 * torch.randn(10, 32)
+    assert matching.found_again(features, 7 * near) == 10
+    assert matching.found_again(features, near[[1, 0, *range(2, 10)]]) == 8
+    assert matching.found_again(torch.ones(10, 32), torch.ones(10, 32)) == 1  # it says the same of all
+
+
+def test_what_counts_as_learning() -> None:
+    """Three deviations of a share of images; patches of an image are one case; and never beside a finding."""
+
+    def row(images: float, patches: float) -> dict[str, float]:
+        shares = {"image_matching": images, "patch_matching": patches}
+        return shares | {"held_out_rank_cls": 4.0, "held_out_rank_patches": 9.0, "held_out_images": 400.0}
+
+    def said(images: float, patches: float, finding: str | None = None) -> str:
+        return (summary([{"loss": 1.0}, row(20.0, 50.0), row(images, patches)], finding) or "").rpartition(": ")[2]
+
+    assert said(34.0, 48.0) == "it has learned"
+    assert said(20.0, 66.0) == "it has learned"
+    assert said(25.0, 53.0) == "no clear sign that it has learned"  # which two untrained networks can differ by
+    assert said(3.0, 30.0) == "no clear sign that it has learned"
+    assert said(34.0, 48.0, "uniform collapse") == "not to be trusted, for there is a uniform collapse"
+    assert summary([row(20.0, 50.0)]) is None
+
+
 def test_the_score_without_labels(images: Path, tmp_path: Path, adclr: Adclr, capsys: Any) -> None:
     run = package.pretrain(
         images / "train", out=tmp_path / "run", **(TINY | {"probe.held_out": str(images / "val"), "every_epochs": 1})
     )
     scored = [(row["step"], row["patch_matching"]) for row in run.rows("metrics.jsonl") if "patch_matching" in row]
     assert [step for step, _ in scored] == [0, 4, 8]
-    assert "patches find their place in another view in" in capsys.readouterr().out
+    assert "of 16 images held out" in capsys.readouterr().out
     found = package.evaluate("matching", weights=run.path, data=images / "val", device="cpu")
     assert found["patch_matching"] == pytest.approx(scored[-1][1], abs=1e-3)
     assert found["num_images"] == 16
     assert found["patch_matching_untrained"] != found["patch_matching"]
     assert found["patch_matching_untrained"] > found["patch_matching_chance"]
+    last = [row for row in run.rows("metrics.jsonl") if "image_matching" in row][-1]
+    assert found["image_matching"] == pytest.approx(last["image_matching"], abs=1e-3)
+    assert found["rank_cls"] == pytest.approx(last["held_out_rank_cls"], rel=1e-2)
+    assert found["image_matching_chance"] == 100 / 16
     done = adclr("evaluate", "matching", "--weights", run.path, "--data", images / "val", "max_images=5")
     assert done.returncode == 0, done.stderr
     assert "num_images 5" in " ".join(done.stdout.split())

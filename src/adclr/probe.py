@@ -1,5 +1,5 @@
 """What the teacher scores during training: kNN on labelled images, in-context segmentation on labelled pixels, and
-matching of patches on images without labels."""
+matching of images and patches without labels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from adclr.signals import Signals
 from adclr.sources import Source
 from adclr.weights import Weights
 
+# what scores without labels are called among a run's metrics, where the doctor has ranks of his own
+HELD_OUT = {"rank_cls": "held_out_rank_cls", "rank_patches": "held_out_rank_patches", "num_images": "held_out_images"}
 NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
 
 
@@ -99,7 +101,7 @@ class Probe:
             scores["knn_top1"] = found[f"knn_top1_k{min(self.k, int(found['num_train']))}"]
         if images.held_out is not None:
             found = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
-            scores["patch_matching"] = found["patch_matching"]
+            scores |= {HELD_OUT.get(name, name): found[name] for name in (*matching.SCORES, "num_images")}
         return scores | (self._score_pixels(teacher) if distributed.world_size() == 1 else {})
 
     def _score_pixels(self, teacher: Weights) -> dict[str, float]:
@@ -109,11 +111,20 @@ class Probe:
         return {"incontext_miou": found["incontext_miou"]}
 
 
-def summary(rows: list[dict[str, Any]]) -> str | None:
-    """What the scores without labels say at the end, if there were any."""
-    scores = [row["patch_matching"] for row in rows if "patch_matching" in row]
-    if len(scores) < 2:
+def summary(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
+    """What the scores without labels say at the end, if there were any; `finding` is the doctor's last."""
+    scored = [row for row in rows if "image_matching" in row]
+    if len(scored) < 2:
         return None
-    verdict = "it has learned" if scores[-1] > scores[0] else "no sign that it has learned"
-    share = f"{scores[-1]:.1f} % of cases, {scores[0]:.1f} % untrained"
-    return f"patches find their place in another view in {share}: {verdict}"
+    first, last = (
+        {name: row[HELD_OUT.get(name, name)] for name in (*matching.SCORES, "num_images")}
+        for row in (scored[0], scored[-1])
+    )
+    verdict = "it has learned" if matching.has_learned(first, last) else "no clear sign that it has learned"
+    if finding is not None:
+        verdict = f"not to be trusted, for there is a {finding}"
+    images, patches = (f"{last[n]:.1f} % ({first[n]:.1f} % untrained)" for n in ("image_matching", "patch_matching"))
+    return (
+        f"of {last['num_images']:.0f} images held out {images} are found again in another view, and of their patches "
+        f"{patches}; [CLS] differs in {last['rank_cls']:.1f} directions ({first['rank_cls']:.1f}): {verdict}"
+    )

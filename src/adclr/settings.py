@@ -234,7 +234,8 @@ class Probe(Section):
         None, description="labelled folder (train/ and val/, or one that is split 80/20), for a kNN score"
     )
     held_out: str | None = Field(
-        None, description="images that are not trained on: how often do patches find their place in another view?"
+        None,
+        description="images that are not trained on: how often are they and their patches found in another view?",
     )
     every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
     k: Count = Field(20, description="neighbours")

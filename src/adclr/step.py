@@ -66,7 +66,7 @@ class Step:
                 self.recorded[kind] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
             except (torch.OutOfMemoryError, UserError):
                 raise
-            except Exception as error:  # before anything was recorded, or it was put back: NotRecorded
+            except Exception as error:  # before anything was recorded
                 torch.cuda.synchronize(self.device)
                 self.record = False
                 self.method.forget()

@@ -211,7 +211,8 @@ def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
             "unreadable_images": len(unreadable),
         },
     )
-    if learned := summary(metrics):
+    finding = health.diagnose([row for row in metrics if "target_kl" in row])
+    if learned := summary(metrics, finding and finding.name):
         print(learned)
     if unreadable:
         print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")

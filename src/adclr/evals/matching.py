@@ -1,15 +1,18 @@
-"""Does it learn, without labels: how often a patch finds its own place in another view of the same image.
+"""Does it learn, without labels: how often an image is found again in another view, and a patch its place in it.
 
 Each image is cut twice, at other places and sizes; the second view has another brightness and is flipped for half of
-the images. A patch of the first view whose place lies in the second is matched by the cosine of its features to the
-patches there, and is right if the best of them is at most one patch off. An untrained network of the same shape says
-what shape and pixels alone give, `patch_matching_chance` what guessing gives. `rank_*` is the number of directions in
-which the features of images differ. All in percent but the ranks.
+the images. `image_matching`: the `[CLS]` of a first view, of all second views, is nearest to that of its own image.
+`patch_matching`: a patch of the first view whose place lies in the second is matched by the cosine of its features to
+the patches there, and is right if the best of them is at most one patch off. An untrained network of the same shape
+says what shape and pixels alone give, `*_chance` what guessing gives. `rank_*` is the number of directions in which the
+features of images differ. All in percent but the ranks.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +37,9 @@ WHOLE = 1.5  # side of the image that is cut, of the input size
 SIDES = (0.6, 1.0)  # of a view, of the image's
 BRIGHTNESS = 0.2  # the second view's: a factor in 1 +- this
 NEAR = 1.0  # patches
+ROWS = 4096  # images that are compared with all others at once
+SCORES = ("image_matching", "patch_matching", "rank_cls", "rank_patches")
+DEVIATIONS = 3.0  # by which a share of images must have risen before it counts
 
 
 class Settings(Section):
@@ -75,7 +81,22 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, float]:  # n
     weights.vit.to(device)
     found = score(weights, source, settings, device)
     before = score(replace(weights, vit=untrained(weights.vit)), source, settings, device)
-    return found | {f"{name}_untrained": before[name] for name in ("patch_matching", "rank_cls", "rank_patches")}
+    return found | {f"{name}_untrained": before[name] for name in SCORES}
+
+
+def has_learned(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether images or patches are found again clearly more often than by the untrained network.
+
+    Patches of one image are taken for one case. The demo's network, whose kNN rises by 20 points, finds 33.6 % of 500
+    images again, 15.8 % untrained, and 46.5 % of patches, 47.0 % untrained.
+    """
+
+    def rose(name: str) -> bool:
+        shares = before[name] / 100, after[name] / 100
+        noise = sum(share * (1 - share) for share in shares) / after["num_images"]
+        return shares[1] - shares[0] > DEVIATIONS * math.sqrt(noise)
+
+    return rose("image_matching") or rose("patch_matching")
 
 
 def untrained(vit: VisionTransformer) -> VisionTransformer:
@@ -94,7 +115,7 @@ def untrained(vit: VisionTransformer) -> VisionTransformer:
 def score(
     weights: Weights, source: Source, settings: Settings, device: torch.device, show: bool = True
 ) -> dict[str, float]:
-    """`patch_matching` and what it is to be compared with."""
+    """The scores, and what they are to be compared with."""
     vit = weights.vit
     chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
     size = tuple(round(WHOLE * side) for side in vit.input_size)
@@ -103,6 +124,7 @@ def score(
     total = -(-len(chosen) // settings.batch_size)
     right = chance = count = 0.0
     cls: list[Tensor] = []
+    others: list[Tensor] = []
     patches: list[Tensor] = []
     for number, batch in enumerate(track(batches, "matching", total, show)):
         readable = [(i, image) for i, image in enumerate(batch) if not isinstance(image, str)]
@@ -118,16 +140,33 @@ def score(
         found = match(a.patches.float(), b.patches.float(), one, other, vit.grid)
         right, chance, count = right + found[0], chance + found[1], count + found[2]
         cls.append(a.cls.float())
+        others.append(b.cls.float())
         patches.append(a.patches[:, :: max(1, a.patches.shape[1] // 8)].flatten(0, 1).float())
     if not count:
         raise UserError(f"none of the {len(chosen)} images of {source.root} can be read; name others")
+    images_found, num_images = found_again(torch.cat(cls), torch.cat(others)), sum(len(part) for part in cls)
     return {
+        "image_matching": 100 * images_found / num_images,
+        "image_matching_chance": 100 / num_images,
         "patch_matching": 100 * right / count,
         "patch_matching_chance": 100 * chance / count,
         "rank_cls": spread(torch.cat(cls))[1].item(),
         "rank_patches": spread(torch.cat(patches))[1].item(),
-        "num_images": float(sum(len(part) for part in cls)),
+        "num_images": float(num_images),
     }
+
+
+def found_again(first: Tensor, second: Tensor) -> int:
+    """How many rows of `first` are nearest, by cosine, to the row of `second` of their own number; n×D each.
+
+    Of several that are as near, as in a network that says the same of all images, only the first counts.
+    """
+    one, other = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
+    right = 0
+    for start in range(0, len(one), ROWS):
+        best = (one[start : start + ROWS] @ other.mT).argmax(dim=-1)
+        right += int((best == torch.arange(start, start + len(best), device=best.device)).sum())
+    return right
 
 
 def draw(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:

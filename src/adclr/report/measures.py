@@ -26,6 +26,9 @@ LOSSES = {
 }
 SCORES = {
     "knn_top1": Measure("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe"),
+    "image_matching": Measure(
+        "images found again, %", "by [CLS], in another view, among all that it does not train on"
+    ),
     "patch_matching": Measure(
         "patches matched, %", "that find their place in another view of images it does not train on"
     ),
@@ -61,7 +64,8 @@ SCHEDULES = {
         "void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
     ),
 }
-HIDDEN = {"seconds", "seconds_waiting_for_images", "target_entropy"}  # a share of the time; the entropy of a batch
+# a share of the time; the entropy of a batch; how many the scores without labels are of
+HIDDEN = {"seconds", "seconds_waiting_for_images", "target_entropy", "held_out_images"}
 
 
 def others(stories: Sequence[Story]) -> dict[str, Measure]:

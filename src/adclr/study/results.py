@@ -13,7 +13,7 @@ from adclr.study.outline import TRAINING, Cell, Evaluation, Study
 # What is kept of each start: versions and facts, no paths of the machine
 FACTS = ["started", "adclr", "commit", "python", "packages", "from_step", "device", "precision", "processes"]
 FACTS += ["micro_batch_size", "compiled", "images", "collection"]
-PROBES = ("epoch", "knn_top1", "patch_matching", "incontext_miou")
+PROBES = ("epoch", "knn_top1", "image_matching", "patch_matching", "incontext_miou")
 
 
 class Results:
