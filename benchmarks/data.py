@@ -10,6 +10,7 @@ compare figures of one run only. Views are 2×224 + 10×96 + 10 queries of 16 pi
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
 from adclr import augment, config, scenes
@@ -64,6 +65,11 @@ def rate(name: str, images: int, repeats: int, device: torch.device, work: Calla
     return speed
 
 
+def blurred(image: Image.Image) -> Image.Image:
+    """As DINO's own code has it: by Pillow. With torchvision's blur the whole pipeline takes 1.3 times as long."""
+    return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+
+
 class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """What most programs do: Pillow and torchvision transforms in worker processes."""
 
@@ -85,7 +91,7 @@ class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
             ]
             if colours:
                 steps += [v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.2, 0.1)], 0.8), v2.RandomGrayscale(0.2)]
-                steps += [v2.RandomApply([v2.GaussianBlur(13, (0.1, 2.0))], blur), v2.RandomSolarize(128, solarise)]
+                steps += [v2.RandomApply([blurred], blur), v2.RandomSolarize(128, solarise)]
             return v2.Compose(steps + tail)
 
         self.kinds = [

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torchvision.io
 from PIL import Image, ImageOps
 
 from adclr.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
@@ -69,14 +71,23 @@ def bomb() -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"<html>no</html>", encoded(PHOTO, "JPEG")[:100], encoded(PHOTO, "PNG")[:-30], bomb(), encoded(PHOTO, "PPM")],
-    ids=["empty", "html", "truncated jpeg", "truncated png", "bomb", "a format not listed"],
+    [
+        b"",
+        b"<html>no</html>",
+        encoded(PHOTO, "JPEG")[:100],
+        encoded(PHOTO, "JPEG")[:-2],
+        encoded(PHOTO, "PNG")[:-30],
+        bomb(),
+        encoded(PHOTO, "PPM"),
+    ],
+    ids=["empty", "html", "truncated jpeg", "jpeg without its end", "truncated png", "bomb", "a format not listed"],
 )
 def test_what_cannot_be_used_is_refused_with_a_reason(data: bytes) -> None:
     with pytest.raises(Unreadable) as error:
         decode(data, LIMIT)
     assert str(error.value)
     assert len(str(error.value).splitlines()) == 1
+    assert not re.search(r"\.cpp|__|/|\\n", str(error.value)), error.value  # where in its source a reader noticed
 
 
 def test_the_limit_is_on_pixels(tmp_path: Path) -> None:
@@ -260,3 +271,68 @@ def test_orientation_is_the_same_by_every_way() -> None:
     data = encoded(large, "JPEG", exif=exif)
     assert Decoder()(data).shape == (3, 300, 200)
     assert Decoder(shrink_above=50)(data).shape == (3, 75, 50)
+
+
+def claiming(data: bytes, height: int, width: int) -> bytes:
+    """A JPEG whose header says another size than it has."""
+    lying = bytearray(data)
+    frame = max(lying.find(marker) for marker in (b"\xff\xc0\x00", b"\xff\xc2\x00"))
+    lying[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return bytes(lying)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 98}])
+@pytest.mark.parametrize("shrink_above", [None, 50])
+def test_a_jpeg_that_claims_more_pixels_than_it_has_is_refused(
+    options: dict[str, object], shrink_above: int | None
+) -> None:
+    decoder = Decoder(shrink_above=shrink_above)
+    for data in photographs():  # 427x640
+        with Image.open(io.BytesIO(data)) as photo:
+            good = encoded(photo, "JPEG", **options)
+        assert decoder(good).shape[0] == 3
+        for size in ((427 + 40, 640), (427, 640 + 40), (854, 1280), (500, 600)):
+            with pytest.raises(Unreadable, match=r"^broken JPEG: it ends before all the pixels that its header says$"):
+                decoder(claiming(good, *size))
+        with pytest.raises(Unreadable, match=r"^broken JPEG: 9900x9900 pixels do not fit into its bytes$"):
+            decoder(claiming(encoded(PHOTO, "JPEG", **options), 9900, 9900))
+        for size in ((400, 600), (430, 639)):  # nothing is missing: shown as the header says, no crash, no hang
+            assert decoder(claiming(good, *size)).shape[0] == 3
+
+
+@pytest.mark.parametrize("colour", [(128, 128, 128), (0, 0, 0), (255, 255, 255)])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_plain_colours_are_no_missing_pixels_and_fit_into_few_bytes(
+    colour: tuple[int, int, int], progressive: bool
+) -> None:
+    data = encoded(Image.new("RGB", (3000, 2000), colour), "JPEG", progressive=progressive, optimize=True)
+    assert (Decoder()(data) == colour[0]).all()
+    assert (Decoder(shrink_above=400)(data) == colour[0]).all()
+    assert (Decoder(num_channels=1)(data + b"\0" * 9) == colour[0]).all()
+
+
+def test_what_is_not_what_was_written_into_a_png_is_refused() -> None:
+    palette = PHOTO.convert("P")
+    files = {b"IDAT": encoded(PHOTO, "PNG"), b"PLTE": encoded(palette, "PNG"), b"IHDR": encoded(PHOTO, "PNG")}
+    for kind, data in files.items():
+        at = data.index(kind)
+        sum_at = at + 4 + int.from_bytes(data[at - 4 : at], "big")
+        broken = bytearray(data)
+        broken[sum_at] ^= 0xFF
+        assert decode(data, LIMIT).shape == (3, 20, 30)
+        with pytest.raises(Unreadable, match=rf"^broken PNG: the checksum of its part {kind.decode()} is wrong$"):
+            decode(bytes(broken), LIMIT)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_lack_of_memory_is_no_fault_of_the_file(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*_: object, **__: object) -> torch.Tensor:
+        return torch.empty(2**60, dtype=torch.uint8)  # PyTorch's own error, which is not MemoryError
+
+    def no_memory(*_: object, **__: object) -> Image.Image:
+        raise MemoryError
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", too_much)
+    monkeypatch.setattr(Image, "open", no_memory)
+    with pytest.raises(MemoryError):
+        decode(encoded(PHOTO, kind), LIMIT)

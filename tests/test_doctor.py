@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from adclr import doctor
+from test_decode import deep_png
 from tiny import Adclr
 
 RNG = np.random.default_rng(0)
@@ -74,6 +75,21 @@ def test_every_trouble_is_found(ward: Path, tmp_path: Path, adclr: Adclr) -> Non
         assert word in text
     with Image.open(tmp_path / "report" / "contact_sheet.png") as sheet:
         assert sheet.size == (8 * doctor.CELL, 4 * doctor.CELL)
+
+
+def test_colours_of_sixteen_bits_are_found(tmp_path: Path) -> None:
+    import tifffile
+
+    folder, deep = tmp_path / "data", RNG.integers(0, 65536, (3, 40, 50)).astype(np.uint16)
+    folder.mkdir()
+    (folder / "deep.png").write_bytes(deep_png(deep))
+    tifffile.imwrite(folder / "deep.tif", deep.transpose(1, 2, 0), photometric="rgb")
+    photo(40, 50).save(folder / "plain.png")
+    photo(40, 50).save(folder / "plain.tif")
+    report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1))
+    assert report["modes"] == {"RGB;16": 2, "RGB": 2}
+    assert any(line.startswith("2 images have more than 8 bits") for line in report["advice"])
+    assert not any("grey" in line for line in report["advice"])
 
 
 def test_the_advice_can_be_followed(ward: Path, tmp_path: Path, adclr: Adclr) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from adclr.augment import render
+from adclr.collection import open_source
 from adclr.config import UserError
-from adclr.decode import Decoder
+from adclr.decode import Decoder, Pixels
 from adclr.feed import Batch, Feed
-from adclr.sources import ImageFolder
+from adclr.images import Images, centre
+from adclr.sources import ImageFolder, Subset
 from adclr.views import Plan, plan
 from tiny import tiny
 
@@ -37,14 +42,24 @@ def folder(images: Path, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.mark.parametrize("num_workers", [1, 4, 13])
-def test_any_number_of_threads_gives_the_same_batches(folder: Path, num_workers: int) -> None:
+def views(batch: Batch[Plan]) -> list[torch.Tensor]:
+    """All that a step is shown of a batch: global crops, local crops, queries."""
+    made = render(batch.packed, batch.plan, SETTINGS.data.mean, SETTINGS.data.std)
+    assert made.local_crops is not None
+    assert made.queries is not None
+    return [made.global_crops, made.local_crops, made.queries]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4, 13])
+def test_any_number_of_threads_gives_the_same_views(folder: Path, num_workers: int) -> None:
     source = ImageFolder(folder)
-    for a, b in zip(
-        collect(Feed(source, 0, Decoder()), 32), collect(Feed(source, num_workers, Decoder()), 32), strict=True
-    ):
-        assert a.packed.bytes.equal(b.packed.bytes)
-        assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)
+    whole = views(next(Feed(source, 0, Decoder()).batches([(0, np.arange(32))], planner)))
+    for number, batch in enumerate(collect(Feed(source, num_workers, Decoder()), 32)):
+        part = slice(4 * number, 4 * number + 4)
+        crops, local, queries = views(batch)
+        assert torch.equal(crops, whole[0][:, part])
+        assert torch.equal(local, whole[1][:, part])
+        assert torch.equal(queries, whole[2][part])
 
 
 def test_an_unreadable_image_is_listed_once_and_its_place_filled_by_the_next(folder: Path) -> None:
@@ -62,7 +77,7 @@ def test_an_unreadable_image_is_listed_once_and_its_place_filled_by_the_next(fol
     for number, (a, b) in enumerate(zip(clean, found, strict=True)):
         assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)  # the places keep their draws
         if number != 1:
-            assert a.packed.bytes.equal(b.packed.bytes)
+            assert all(map(torch.equal, views(a), views(b)))
     seventh = clean[1].packed.bytes[3 * size :]
     for place in (1, 2, 3):
         assert found[1].packed.bytes[place * size : (place + 1) * size].equal(seventh)
@@ -85,6 +100,91 @@ def test_a_folder_that_disappears_is_named(folder: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="has disappeared"):
         collect(Feed(source, 2, Decoder()), 32)
+
+
+def test_an_error_that_is_no_fault_of_a_file_comes_up_with_its_name(folder: Path) -> None:
+    source = ImageFolder(folder)
+    data = source.read(9)
+
+    def decoder(found: bytes) -> Pixels:
+        if found == data:
+            raise IndexError("a fault of the program's")
+        return Decoder()(found)
+
+    for workers in (0, 3):
+        with pytest.raises(RuntimeError, match=rf"while reading {source.paths[9]} of .*: IndexError: a fault") as error:
+            collect(Feed(source, workers, decoder, on_unreadable=lambda *_: pytest.fail("listed")), 32)
+        assert isinstance(error.value.__cause__, IndexError)
+        images = Images(source, decoder, centre((8, 8)), torch.device("cpu"), workers)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=rf"while reading {source.paths[9]} of .*: IndexError: a fault"):
+            list(images.batches([np.arange(32)]))
+
+
+def test_a_lack_of_memory_is_tried_again_and_named_and_lists_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ImageFolder(folder)
+    data, failures = source.read(9), iter([True])
+
+    def decoder(found: bytes) -> Pixels:
+        if found == data and next(failures, False):
+            raise MemoryError
+        return Decoder()(found)
+
+    feed = Feed(source, 3, decoder, on_unreadable=lambda *_: pytest.fail("listed"))
+    assert len(collect(feed, 32)) == 8
+    assert f"there is no memory for {source.paths[9]} of {folder}; it is tried once more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["folder", "sub-folder", "list", "emptied", "links", "shard"])
+def test_what_disappears_is_named_and_nothing_good_is_listed(folder: Path, tmp_path: Path, way: str) -> None:
+    """Of a collection that is there in part, good files would be listed until there are too many."""
+    paths, where = ImageFolder(folder).paths, folder
+    gone = folder / paths[20].split("/")[0] if way in ("sub-folder", "emptied") else folder
+    if way == "list":
+        where = tmp_path / "list.txt"
+        where.write_text("\n".join(f"data/{path}" for path in paths))
+    elif way == "links":
+        where = tmp_path / "links"
+        where.mkdir()
+        for number, path in enumerate(paths):
+            (where / f"{number:02d}.png").symlink_to(folder / path)
+    elif way == "shard":
+        where = tmp_path / "shards"
+        where.mkdir()
+        for number in range(2):
+            with tarfile.open(where / f"{number}.tar", "w") as archive:
+                for path in paths[number::2]:
+                    archive.add(folder / path, path)
+        gone = where / "1.tar"
+    source = open_source(where)
+    assert len(source) == 32
+    listed: list[str] = []
+    feed = Feed(source, 2, Decoder(), on_unreadable=lambda path, _: listed.append(path))
+    collect(feed, 32)
+    if way == "shard":
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
+    if way == "emptied":
+        gone.mkdir()
+    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
+        collect(feed, 32)
+    images = Images(source, Decoder(), centre((8, 8)), torch.device("cpu"), 2)
+    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
+        list(images.batches([np.arange(32)]))
+    assert not listed
+
+
+def test_a_single_file_that_is_gone_is_listed(folder: Path, tmp_path: Path) -> None:
+    source = ImageFolder(folder)
+    (folder / source.paths[3]).unlink()
+    listed: list[str] = []
+    for found in (source, Subset(source, np.arange(32))):
+        collect(Feed(found, 2, Decoder(), on_unreadable=lambda path, _: listed.append(path)), 32)
+    assert listed == [source.paths[3]] * 2
+    shutil.move(folder, tmp_path / "elsewhere")
+    assert Subset(source, np.arange(5, 9)).lost(0) == str(folder)
 
 
 def test_stopping_early_leaves_no_thread(folder: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from adclr import progress
 from adclr.config import UserError
 from adclr.labelled import open_labelled
 from adclr.sources import ImageFolder
@@ -37,6 +38,33 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     os.symlink(data, data / "loop")
     os.symlink(tmp_path / "gone", data / "broken.png")
     assert len(ImageFolder(data)) == 1
+
+
+def test_a_file_and_links_to_it_are_one_image(tmp_path: Path) -> None:
+    touch(tmp_path / "data", "b/1.png", "b/2.png")
+    touch(tmp_path / "far", "3.png", "4.png", "5.png")
+    (tmp_path / "data" / "a").mkdir()
+    for name, file in (
+        ("a/one.png", "data/b/1.png"),  # there already
+        ("z.png", "far/3.png"),
+        ("a/three.png", "far/3.png"),  # the first name of two
+        ("b/four.png", "far/4.png"),
+        ("chain.png", "data/b/four.png"),
+    ):
+        os.symlink(tmp_path / file, tmp_path / "data" / name)
+    os.symlink(tmp_path / "data", tmp_path / "door")
+    for root in (tmp_path / "data", tmp_path / "door"):
+        assert ImageFolder(root).paths == ["a/three.png", "b/1.png", "b/2.png", "b/four.png"]
+
+
+def test_progress_moves_within_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(2500):
+        (tmp_path / f"{number}.jpg").touch()
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    assert len(ImageFolder(tmp_path)) == 2500
+    assert capsys.readouterr().err.splitlines() == ["indexing: 1000 images", "indexing: 2000 images"]
 
 
 def test_the_fingerprint_is_of_names_wherever_they_lie(tmp_path: Path) -> None:

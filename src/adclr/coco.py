@@ -44,9 +44,6 @@ class Photos(Items):
     def __init__(self, root: Path, names: list[str]) -> None:
         super().__init__(root, names)
 
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root, self.paths[index]))
-
 
 @dataclass(frozen=True)
 class Instances:

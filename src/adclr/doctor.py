@@ -19,7 +19,7 @@ from pydantic import Field
 from adclr import auto
 from adclr.collection import open_source
 from adclr.config import Count, Section, UserError
-from adclr.decode import FORMATS, Decoder, Pixels, Unreadable
+from adclr.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep
 from adclr.memory import cpu_count
 from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_atomically, write_json
@@ -33,6 +33,7 @@ SHOWN, CELL = 48, 96  # images of the contact sheet, and their pixels
 LISTED = 5  # examples named for each kind of trouble
 BINS = (32, 64, 128, 224, 320, 480, 640, 1024, 2048, 4096)
 DEEP_MODES = ("I", "F")
+DEEP_COLOURS = ";16"  # behind a mode of Pillow's, which is the same for colours of 8 bits and of more
 
 
 class Settings(Section):
@@ -83,7 +84,7 @@ def examine(source: Source, index: int, decoder: Decoder) -> Finding:
 def _kind(data: bytes) -> tuple[str, str]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return image.format or "?", image.mode
+            return image.format or "?", f"{image.mode}{DEEP_COLOURS}" if is_deep(image, data) else image.mode
     except Exception:  # Pillow balks at what another decoder has read
         return "?", "?"
 
@@ -161,7 +162,7 @@ def _advice(report: dict[str, Any], good: Sequence[Finding], memory: int | None)
         advice.append(f"{counts['duplicates']} files are copies of others; what is shown twice is learned twice")
     if counts["tiny"] > 0.1 * len(good):
         advice.append(f"{counts['tiny']} images are smaller than {TINY} pixels and will be enlarged; leave them out")
-    deep = sum(finding.mode.startswith(DEEP_MODES) for finding in good)
+    deep = sum(finding.mode.startswith(DEEP_MODES) or finding.mode.endswith(DEEP_COLOURS) for finding in good)
     if deep:
         advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
     grey = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)

@@ -25,7 +25,7 @@ from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
-from adclr.sources import Source
+from adclr.sources import Source, fail
 from adclr.threads import in_order
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
@@ -85,6 +85,8 @@ class Feed:
         except (Unreadable, OSError) as error:
             self._list(index, str(error))
             return None
+        except Exception as error:
+            fail(error, self.source, index)
         finally:
             self._reading.pop(thread, None)
 
@@ -126,8 +128,9 @@ class Feed:
         with self._lock:
             if index in self.unreadable:
                 return
-            if not self.source.present():
-                raise UserError(f"{self.source.root} has disappeared; bring it back and run the command again")
+            lost = self.source.lost(index)
+            if lost is not None:  # its files are good, and would only be listed one after the other
+                raise UserError(f"{lost} has disappeared; bring it back and run the command again")
             self.unreadable.add(index)
             self.on_unreadable(self.source.paths[index], reason)
             if len(self.unreadable) > self.max_unreadable * len(self.source):

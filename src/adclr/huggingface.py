@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from adclr.config import UserError
 from adclr.sources import Items
+
+STATE = "state.json"  # which every such data set has
 
 
 class HuggingFace(Items):
@@ -18,7 +21,7 @@ class HuggingFace(Items):
             import datasets
         except ModuleNotFoundError:
             raise UserError("hf: needs the package datasets; run: pip install 'adclr[huggingface]'") from None
-        if not (Path(path) / "state.json").exists():
+        if not (Path(path) / STATE).exists():
             splits = Path(path) / "dataset_dict.json"
             hint = (
                 f"it holds splits; name one of them, such as hf:{path}/train" if splits.exists() else "check the path"
@@ -42,6 +45,13 @@ class HuggingFace(Items):
     def fingerprint(self) -> str:
         """Rows have no names, so the data set's own mark tells one from another."""
         return blake2b(f"{super().fingerprint()} {self.version}".encode(), digest_size=16).hexdigest()
+
+    def file(self, index: int) -> str:  # noqa: ARG002
+        return str(self.root / STATE)
+
+    def lost(self, index: int) -> str | None:
+        """Rows lie in a few files together, which are there as long as what describes them."""
+        return None if os.path.exists(self.file(index)) else str(self.root)
 
     def read(self, index: int) -> bytes:
         item = self.column[index][self.name]

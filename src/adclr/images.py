@@ -27,7 +27,7 @@ from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.devices import stream
 from adclr.memory import cpu_count
 from adclr.nvjpeg import Encoded, GpuDecoder
-from adclr.sources import Source
+from adclr.sources import Source, fail
 from adclr.threads import in_order
 
 RESIZE = 256 / 224  # the shorter side before the centre is cut, of the side that is cut
@@ -154,9 +154,12 @@ class Images:
             data = self.source.read(index)
             return (self.gpu.take(data) if self.gpu is not None else None) or self._resized(self.decoder(data))
         except (Unreadable, OSError) as error:
-            if not self.source.present():
-                raise UserError(f"{self.source.root} has disappeared; bring it back and run it again") from None
+            lost = self.source.lost(index)
+            if lost is not None:
+                raise UserError(f"{lost} has disappeared; bring it back and run it again") from None
             return str(error)
+        except Exception as error:
+            fail(error, self.source, index)
 
     def _resized(self, image: Pixels) -> Pixels:
         return resize(image, self.framing(*image.shape[1:]))

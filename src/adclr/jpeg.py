@@ -30,6 +30,11 @@ class Header:
         """Colours of 8 bits in one scan, as nearly all cameras write them."""
         return self.frame == 0xC0 and self.components == 3 and self.luma
 
+    def fits(self, data: bytes) -> bool:
+        """Whether a file can hold these pixels at all: in the common codes a block of 8×8 takes a bit or more."""
+        blocks = -(-self.height // 8) * -(-self.width // 8)
+        return not self.plain or blocks <= 8 * len(data)
+
 
 def read_header(data: bytes) -> Header | None:
     """None if this is not a JPEG file or its header is broken."""

@@ -2,7 +2,8 @@
 
 On an H200 nvJPEG makes 19 000 images/s of baseline JPEGs of 500 pixels where 16 CPU threads make 6 500, but only 290 of
 progressive ones; so it gets the baseline ones and all others stay with `decode`. Its pixels differ from libjpeg's where
-colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise).
+colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise). That a file ends
+before its last pixel is something that only `decode` looks for.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class GpuDecoder:
         header = read_header(data)
         if header is None or not header.baseline or END not in data[-TRAILING:] or self.decoder.num_channels != 3:
             return None
-        if header.height * header.width > self.decoder.max_pixels or not self.decoder.keeps(header):
+        if (
+            not header.fits(data)
+            or header.height * header.width > self.decoder.max_pixels
+            or not self.decoder.keeps(header)
+        ):
             return None
         return Encoded(data, header)
 

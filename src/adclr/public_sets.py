@@ -20,7 +20,7 @@ from PIL import Image
 
 from adclr.config import UserError
 from adclr.runs import read_json
-from adclr.sources import Items, Source, read_file
+from adclr.sources import Items, Source
 
 
 class Files(Items):
@@ -29,9 +29,6 @@ class Files(Items):
     def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[str]) -> None:
         super().__init__(root, paths)
         self.labels = labels
-
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root, self.paths[index]))
 
     def label(self, index: int) -> str | None:
         return self.labels[index]
@@ -43,6 +40,9 @@ class Arrays(Items):
     def __init__(self, root: Path, split: str, images: NDArray[np.uint8], labels: Sequence[str]) -> None:
         super().__init__(root, [f"{split}/{number:06d}" for number in range(len(images))])
         self.images, self.labels = images, labels
+
+    def file(self, index: int) -> str:  # noqa: ARG002
+        return str(self.root)
 
     def read(self, index: int) -> bytes:
         buffer = io.BytesIO()

@@ -26,7 +26,7 @@ from adclr.decode import Decoder, Pixels, Unreadable, size_of
 from adclr.draws import mix
 from adclr.memory import cpu_count
 from adclr.progress import track
-from adclr.sources import ImageFolder, Items, index_folder, read_file
+from adclr.sources import ImageFolder, Items, index_folder, lost_folder, read_file
 
 IGNORE = 255
 MOST_CLASSES = 250
@@ -77,8 +77,11 @@ class Pairs(Items):
         image = self.image(index)
         return len(image).to_bytes(8, "big") + image + self.label_file(index)
 
+    def lost(self, index: int) -> str | None:
+        return super().lost(index) or lost_folder(os.path.join(self.labels, self.files[index]))
+
     def image(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root, self.paths[index]))
+        return read_file(self.file(index))
 
     def label_file(self, index: int) -> bytes:
         return read_file(os.path.join(self.labels, self.files[index]))

@@ -30,13 +30,16 @@ class TarShards(Items):
         super().__init__(Path(root), listing.names, listing)
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
 
+    def file(self, index: int) -> str:
+        return self.shards[int(self.places[index, 0])]
+
     def read(self, index: int) -> bytes:
-        shard, offset, length = (int(number) for number in self.places[index])
-        with open(self.shards[shard], "rb") as file:  # 6 microseconds, measured; held open, thousands would be too many
+        _, offset, length = (int(number) for number in self.places[index])
+        with open(self.file(index), "rb") as file:  # 6 microseconds, measured; held open, thousands would be too many
             file.seek(offset)
             data = file.read(length)
         if len(data) < length:
-            raise OSError(f"shard {self.shards[shard]} ends before {self.paths[index]} does")
+            raise OSError(f"shard {self.file(index)} ends before {self.paths[index]} does")
         return data
 
     def label(self, index: int) -> str | None:
@@ -46,8 +49,10 @@ class TarShards(Items):
         first, slash, _ = member.removeprefix("./").partition("/")
         return first if slash else None
 
-    def present(self) -> bool:
-        return Path(self.shards[0]).exists()
+    def lost(self, index: int) -> str | None:
+        """A shard that is gone takes many images with it, wherever the others are."""
+        shard = self.file(index)
+        return None if os.path.exists(shard) else shard
 
 
 def index_shards(shards: Sequence[str]) -> Listing:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from adclr.listing import Facts, Listing, fact
 from adclr.progress import Tally
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+TOLD = 1000  # images after which progress is told, also within one folder
 NO_PLACES = np.zeros((0, 3), np.int64)
 
 
@@ -37,7 +38,7 @@ class Source(Protocol):
     def read(self, index: int) -> bytes: ...
     def label(self, index: int) -> str | None: ...
     def fingerprint(self) -> str: ...
-    def present(self) -> bool: ...
+    def lost(self, index: int) -> str | None: ...
 
 
 class Items:
@@ -62,15 +63,22 @@ class Items:
         """A hash of all keys: the same collection, wherever it lies."""
         return blake2b(np.sort(self.keys).tobytes(), digest_size=16).hexdigest()
 
-    def present(self) -> bool:
-        """Whether the collection is still there at all."""
-        return os.path.exists(self.root)
+    def file(self, index: int) -> str:
+        """The file that an item lies in."""
+        return os.path.join(self.root, self.paths[index])
+
+    def read(self, index: int) -> bytes:
+        return read_file(self.file(index))
+
+    def lost(self, index: int) -> str | None:
+        """What has gone away with an item that cannot be read: the collection or a folder; None if it is alone."""
+        return lost_folder(self.file(index)) if os.path.exists(self.root) else str(self.root)
 
 
 class ImageFolder(Items):
     """Every image below a folder, in the order of its relative paths.
 
-    Hidden files and folders are passed over; a folder reached by two links is read once.
+    Hidden files and folders are passed over; a folder or file reached by two links is read once.
     """
 
     def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
@@ -79,9 +87,6 @@ class ImageFolder(Items):
         if not listing.names:
             raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
         super().__init__(root, listing.names, listing)
-
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root, self.paths[index]))
 
 
 class FileList(Items):
@@ -101,8 +106,8 @@ class FileList(Items):
             raise UserError(f"list {file} names no image; write one path on each line")
         super().__init__(file, list(self.labels))
 
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root.parent, self.paths[index]))
+    def file(self, index: int) -> str:
+        return os.path.join(self.root.parent, self.paths[index])
 
     def label(self, index: int) -> str | None:
         """What stands behind the tab; else the first folder of a relative path, the last of an absolute one."""
@@ -123,9 +128,6 @@ class Files(Items):
         root = os.path.commonpath([os.path.dirname(path) for path in full])
         super().__init__(Path(root), [os.path.relpath(path, root) for path in full])
 
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self.root, self.paths[index]))
-
     def label(self, index: int) -> str | None:
         return os.path.basename(os.path.dirname(os.path.join(self.root, self.paths[index]))) or None
 
@@ -139,6 +141,9 @@ class Subset(Items):
 
     def read(self, index: int) -> bytes:
         return self.whole.read(int(self.chosen[index]))
+
+    def lost(self, index: int) -> str | None:
+        return self.whole.lost(int(self.chosen[index]))
 
     def label(self, index: int) -> str | None:
         return self.whole.label(int(self.chosen[index]))
@@ -160,6 +165,32 @@ def read_file(path: str) -> bytes:
         os.close(file)
 
 
+def fail(error: Exception, source: Source, index: int) -> NoReturn:
+    """Passes on what came up in reading an item and is not the item's fault, with its name."""
+    name = f"{source.paths[index]} of {source.root}"
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, MemoryError):
+        error.add_note(name)
+        raise error
+    raise RuntimeError(f"while reading {name}: {type(error).__name__}: {error}") from error
+
+
+def lost_folder(path: str) -> str | None:
+    """The folder of a file that is not there, if it is gone or empty too, as when a disk is taken out; else None."""
+    real = os.path.realpath(path)  # where the file lies that a link leads to
+    if os.path.exists(real):
+        return None
+    folder = os.path.dirname(real)
+    try:
+        with os.scandir(folder) as entries:
+            return folder if next(entries, None) is None else None
+    except PermissionError:
+        return None
+    except OSError:
+        return folder
+
+
 def index_folder(root: Path) -> Listing:
     """Relative paths, with '/', of all images below `root`, sorted; perhaps none."""
     try:
@@ -170,6 +201,7 @@ def index_folder(root: Path) -> Listing:
     except OSError as error:
         raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
     found: list[str] = []
+    links: dict[str, str] = {}  # files that links lead to, and the first name of each
     facts: Facts = {}
     seen: set[tuple[int, int]] = set()
     waiting = [""]
@@ -182,21 +214,44 @@ def index_folder(root: Path) -> Listing:
                 continue
             seen.add((status.st_dev, status.st_ino))
             facts[os.path.abspath(here)] = fact(here, False)  # before it is read, so that no change is missed
+            folders = []
             try:
-                entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+                with os.scandir(here) as entries:
+                    for entry in entries:
+                        path = f"{below}/{entry.name}" if below else entry.name
+                        kind = _kind(entry)
+                        if kind == "folder":
+                            folders.append(path)
+                        elif kind == "link":
+                            file = os.path.realpath(entry.path)
+                            links[file] = min(path, links.get(file, path))
+                        elif kind == "file":
+                            found.append(path)
+                        if len(found) - tally.count >= TOLD:
+                            tally.add(len(found) - tally.count)
             except PermissionError:
                 raise UserError(f"folder {here} may not be read; change its permissions") from None
-            before = len(found)
-            for entry in entries:
-                path = f"{below}/{entry.name}" if below else entry.name
-                if entry.name.startswith("."):
-                    continue
-                try:
-                    if entry.is_dir():
-                        waiting.append(path)
-                    elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
-                        found.append(path)
-                except OSError:
-                    continue  # a link that leads nowhere, for one to itself
-            tally.add(len(found) - before)
+            waiting += sorted(folders)  # so that of two links the same one is followed wherever the collection lies
+    if links:
+        own = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in found}
+        found += [path for file, path in links.items() if file not in own]
     return Listing(sorted(found), facts, NO_PLACES, [])
+
+
+def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link"] | None:
+    """What an entry of a folder is to a search for images; None for nothing."""
+    if entry.name.startswith("."):
+        return None
+    try:
+        if entry.is_dir():
+            return "folder"
+        if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+            return "link" if entry.is_symlink() else "file"
+    except OSError:  # a link that leads nowhere, for one to itself
+        return None
+    return None
+
+
+@lru_cache(maxsize=2**16)
+def _real(root: Path, folder: str) -> str:
+    return os.path.realpath(root / folder)

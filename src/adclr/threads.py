@@ -144,7 +144,8 @@ class _Crew(Generic[Job, Item, Made]):
 def _trouble(error: Exception, reading: str) -> str:
     if isinstance(error, Stuck):
         return f"no image has come for a minute while reading {reading}"
-    return f"there is no memory for {reading}"
+    files = getattr(error, "__notes__", [reading])  # of the one who ran out of it, if that was while reading
+    return f"there is no memory for {files[0]}"
 
 
 def _remedy(error: Exception, reading: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -271,7 +273,7 @@ def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path, masked_w
 
 
 def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
-    """Host memory, GPU memory and threads over 3000 batches from files, decoded and augmented on the GPU."""
+    """Memory of host and GPU, threads and file handles over 3000 batches from files, decoded and augmented there."""
     import threading
 
     from adclr.ahead import Ahead
@@ -294,17 +296,30 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
         lambda batch: render(batch.packed.to(CUDA), batch.plan, data.mean, data.std),
         CUDA,
     )
-    seen: dict[int, tuple[int, int]] = {}
+    seen: dict[int, tuple[int, int, int, int]] = {}
     for number, _ in enumerate(views):
-        if number in (500, 2999):
+        if number in (500, 2950):
             torch.cuda.synchronize()
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-            seen[number] = resident, torch.cuda.memory_reserved()
+            handles = len(os.listdir("/proc/self/fd"))
+            seen[number] = resident, torch.cuda.memory_reserved(), threading.active_count(), handles
     views.close()
     assert threading.active_count() == before
-    print({number: [size / 2**20 for size in sizes] for number, sizes in seen.items()})
-    assert seen[2999][0] < seen[500][0] + 64 * 2**20
-    assert seen[2999][1] <= seen[500][1] + 32 * 2**20
+    print({number: (host / 2**20, gpu / 2**20, *counts) for number, (host, gpu, *counts) in seen.items()})
+    assert seen[2950][0] < seen[500][0] + 64 * 2**20
+    assert seen[2950][1] <= seen[500][1] + 32 * 2**20
+    assert seen[2950][2] == seen[500][2]
+    assert seen[2950][3] <= seen[500][3] + feed.num_workers  # files that are being read just then
+
+
+def processes_with(mark: str) -> list[int]:
+    """Those that have a word in their environment, which children get from their parents."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is someone else's
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def test_interrupting_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -314,13 +329,20 @@ def test_interrupting_leaves_no_process_behind(tmp_path: Path) -> None:
     images = write_scenes(tmp_path / "scenes")
     changes = TINY | {"device": "cuda", "compile": "off", "epochs": 100_000, "cache": "off"}
     arguments = ["pretrain", str(images / "train"), "--out", str(tmp_path / "run"), *words(changes)]
-    with subprocess.Popen([sys.executable, "-m", "adclr", *arguments], stderr=subprocess.DEVNULL) as process:
+    mark = f"ADCLR_MARK={uuid.uuid4()}"
+    environment = os.environ | dict([mark.split("=")])
+    command = [sys.executable, "-m", "adclr", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
         for _ in range(600):
             if (tmp_path / "run" / "metrics.jsonl").exists():
                 break
             time.sleep(0.1)
         time.sleep(0.5)
+        assert process.pid in processes_with(mark)
         process.send_signal(signal.SIGINT)
         started = time.monotonic()
         process.wait(timeout=20)
+        while processes_with(mark) and time.monotonic() - started < 2:
+            time.sleep(0.05)
         assert time.monotonic() - started < 2
+        assert not processes_with(mark)

@@ -1,0 +1,33 @@
+"""The tests of kernels, and of what else is made for a GPU, run there: elsewhere they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+import test_attention
+import test_fused
+import test_kernels
+import test_mlp
+import test_norm
+import test_nvjpeg
+
+pytestmark = pytest.mark.gpu
+
+
+def gathered(module: ModuleType) -> type:
+    """A module's tests with its fixtures, some of which are for each of its tests and so must not meet those of others.
+
+    What they are not is in the class too, and pytest passes over it.
+    """
+    members = {name: staticmethod(value) for name, value in vars(module).items() if callable(value)}
+    return type(module.__name__, (), members | {"pytestmark": getattr(module, "pytestmark", [])})
+
+
+TestAttention = gathered(test_attention)
+TestFused = gathered(test_fused)
+TestKernels = gathered(test_kernels)
+TestMlp = gathered(test_mlp)
+TestNorm = gathered(test_norm)
+TestNvjpeg = gathered(test_nvjpeg)
