@@ -58,6 +58,7 @@ def photograph(chromium: str) -> None:
     from playwright.sync_api import sync_playwright
 
     adclr("report", DEMO / "run")
+    link = "image=bar/02007.png&box=0.3,0.25,0.55,0.5&patch=0.37,0.92&view=match"
     command = [sys.executable, "-m", "adclr", "explore", DEMO / "run", VAL, "--port", "0", "num_images=60", "size=128"]
     with (
         sync_playwright() as browsers,
@@ -71,16 +72,13 @@ def photograph(chromium: str) -> None:
         page.screenshot(path=ROOT / DRAWN / "report.png")
         assert explorer.stdout is not None
         address = explorer.stdout.readline().split()[1]
-        page = browser.new_page(viewport={"width": 1280, "height": 860})
-        page.goto(f"{address}#image=bar/02007.png&box=0.3,0.25,0.55,0.5&view=match")
-        page.wait_for_selector("body[data-busy=false][data-finished=true]")
-        box = page.locator("#image").bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + 0.37 * box["width"], box["y"] + 0.92 * box["height"])
-        page.wait_for_selector("body[data-pointed]")
-        page.screenshot(path=ROOT / DRAWN / "explorer.png")
+        for name, width, height, scheme in (("explorer", 1280, 860, "light"), ("explorer_hand", 390, 1200, "dark")):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(f"{address}#{link}")
+            page.wait_for_selector("body[data-busy=false][data-finished=true][data-pointed]")
+            page.screenshot(path=ROOT / DRAWN / f"{name}.png")
         browser.close()
-    for name in ("report", "explorer"):
+    for name in ("report", "explorer", "explorer_hand"):
         keep(DRAWN / f"{name}.png", name)
 
 

@@ -247,6 +247,67 @@ def test_a_patch_that_is_pointed_at_shows_what_is_like_it(browser: Any, two: str
 
 
 @needs_chromium
+def test_a_link_points_at_the_same_patch_again(browser: Any, two: str) -> None:
+    page = visit(browser, two)
+    box = page.locator("#image").bounding_box()
+    at = box["x"] + 0.7 * box["width"], box["y"] + 0.3 * box["height"]
+    after(page, lambda: page.mouse.move(*at), "pointed")
+    until(page, "location.hash.includes('patch=0.7')")
+    similar = [f"#panels figure:nth-child({n}) canvas" for n in (2, 4)]
+    again = visit(browser, page.url)
+    until(again, "document.body.dataset.pointed > 0")
+    assert [pixels(again, panel) for panel in similar] == [pixels(page, panel) for panel in similar]
+    assert again.locator("#panels").inner_text().count("like the patch") == 2
+    after(page, lambda: page.locator("#results li button").nth(3).click())
+    assert "patch" not in page.url  # it was of the other image
+    for wrong in ("0.5", "0.5,2", "a,b", "NaN,0", ",", "0.1,0.2,0.3"):
+        strange = visit(browser, f"{two}#patch={wrong}")
+        assert "like the patch" not in strange.locator("#panels").inner_text()
+        assert strange.errors == []
+        strange.context.close()
+    assert page.errors == again.errors == []
+
+
+@needs_chromium
+def test_keys_point_at_patches(browser: Any, one: str) -> None:
+    page = visit(browser, f"{one}#box=0.25,0.25,0.5,0.5")
+    panel = "#panels figure:nth-child(2) canvas"
+    found = [pixels(page, panel)]
+    page.locator("#image").focus()
+    for key, place in (("ArrowLeft", "0.375,0.375"), ("ArrowLeft", "0.3125,0.4375"), ("ArrowDown", "0.3125,0.5625")):
+        after(page, lambda key=key: page.keyboard.press(f"Alt+{key}"), "pointed")
+        until(page, f"location.hash.includes('patch={place}')")  # first the middle of the box, then patch by patch
+        found.append(pixels(page, panel))
+    for _ in range(8):
+        after(page, lambda: page.keyboard.press("Alt+ArrowLeft"), "pointed")
+    until(page, "location.hash.includes('patch=0.0625,')")  # and no further
+    assert len(set(found)) == 4
+    assert "box=0.25,0.25,0.5,0.5" in page.url
+    page.keyboard.press("Escape")
+    until(page, "!location.hash.includes('patch')")
+    assert pixels(page, panel) == found[0]
+    assert "Alt and arrows" in page.locator("#hint").inner_text()
+    assert page.errors == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_key_is_seen_and_names_can_be_read(browser: Any, two: str, width: int) -> None:
+    page = visit(browser, two, width)
+    key, stage, results = (page.locator(part).bounding_box() for part in ("#key", "#stage", "#results"))
+    assert stage["y"] + stage["height"] <= key["y"] < key["y"] + key["height"] <= results["y"]
+    if width == 1280:
+        assert key["y"] + key["height"] < 900  # without scrolling
+    assert "attention" in page.locator("#key").inner_text()
+    cut = """spans => spans.filter(s => s.scrollWidth > s.clientWidth + 1 || s.scrollHeight > s.clientHeight + 1
+                                        || getComputedStyle(s).textOverflow == 'ellipsis').map(s => s.innerText)"""
+    names_cut = page.locator("#results li span").evaluate_all(cut)
+    assert [name for name in names_cut if "onerror" not in name] == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.errors == []
+
+
+@needs_chromium
 def test_keys_move_and_size_the_box(browser: Any, one: str) -> None:
     page = visit(browser, f"{one}#box=0.25,0.25,0.5,0.5")
 

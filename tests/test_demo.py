@@ -74,14 +74,18 @@ def test_a_query_made_of_a_patch_finds_that_patch(trained: Weights) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_shifted_image_is_matched_by_its_shift(trained: Weights) -> None:
-    right = []
-    for index in SCENES:
+    """Of the matches, and of the 8×7 patches that both images have: a patch without a mutual match is not recovered."""
+    of_matches, of_patches = [], []
+    for index in range(2000, 2200):
         wide = scenes.scene(0, index, 72).image.transpose(2, 0, 1)
         pair = Seen("", wide[:, :64, :64].copy()), Seen("", wide[:, :64, 8:].copy())
         matches = looking.mutual(*(looking.features(trained, one) for one in pair))
         (rows, columns), there = np.divmod(matches.first, 8), np.divmod(matches.second, 8)
-        right.append(((there[0] == rows) & (there[1] == columns - 1)).mean())
-    assert np.mean(right) >= 0.9  # 0.95 was seen
+        right = (there[0] == rows) & (there[1] == columns - 1)
+        of_matches.append(right.mean())
+        of_patches.append(right.sum() / 56)
+    assert np.mean(of_matches) >= 0.93  # 0.961 was seen
+    assert np.mean(of_patches) >= 0.9  # 0.922 was seen; 0.895 in the first 20 scenes
 
 
 def test_the_demo_does_not_write_into_what_it_did_not_make(adclr: Adclr, tmp_path: Path) -> None:

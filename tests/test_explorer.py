@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from starlette.testclient import TestClient
 
 from adclr import explorer, looking
 from adclr.config import UserError
+from adclr.decode import Decoder
 from adclr.explorer import server
 from adclr.explorer.gallery import Gallery
 from adclr.explorer.library import GIB, Library, cells
@@ -276,6 +279,35 @@ def test_no_more_is_kept_than_there_is_room_for(photos: Path) -> None:
     few.read()
     assert len(few.chosen) == 2
     assert "2 of 7 images" in few.note
+
+
+def test_no_photograph_is_kept_as_large_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve of one shape, which wait for one another: what waits is as small as the network and the page need it."""
+    for number in range(12):
+        Image.fromarray(noise(600, 900).transpose(1, 2, 0)).save(tmp_path / f"{number:02d}.jpg")
+    decoded: list[weakref.ref[Any]] = []
+    call, shelve = Decoder.__call__, Gallery._shelve
+
+    def noted(self: Decoder, data: bytes) -> Any:
+        pixels = call(self, data)
+        decoded.append(weakref.ref(pixels))
+        return pixels
+
+    waiting: list[tuple[int, int]] = []
+
+    def looked(self: Gallery, grids: Any, held: Any) -> None:
+        gc.collect()
+        waiting.append((len(held), sum(one() is not None for one in decoded)))
+        assert all(seen.pixels.shape == (3, 24, 36) for one in held for seen in one.seen)
+        assert all(one.size == (512, 341) and len(one.jpeg) < 500_000 for one in held)
+        shelve(self, grids, held)
+
+    monkeypatch.setattr(Decoder, "__call__", noted)
+    monkeypatch.setattr(Gallery, "_shelve", looked)
+    held = gallery(tmp_path)
+    held.read()
+    assert len(decoded) == len(held.shown) == 12
+    assert waiting == [(12, 0)]
 
 
 def test_image_files_named_one_by_one_may_lie_anywhere(photos: Path) -> None:

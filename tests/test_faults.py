@@ -183,8 +183,9 @@ def test_cores_are_those_that_a_container_may_use(tmp_path: Path, monkeypatch: p
 
 def test_probes_do_not_take_steps_out_of_the_timing(images: Path, tmp_path: Path) -> None:
     run = pretrain(images / "train", tmp_path / "run", probe__data=str(images), every_epochs=1, log_every_steps=3)
-    rows = list(run.rows("timing.jsonl"))
+    *rows, rest = run.rows("timing.jsonl")
     assert [row["step"] for row in rows] == [3, 6, 8]
+    assert rest["step"] == 8  # what came after the last step
     for row, steps in zip(rows, (3, 3, 2), strict=True):
         assert row["images_per_second"] * row["seconds"] == pytest.approx(8 * steps)
 

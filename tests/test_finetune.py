@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from adclr import optim
+from adclr import manifest, optim
 from adclr.config import UserError
 from adclr.evals import finetune
 from adclr.evals.classifier import Classifier, fingerprint
@@ -177,7 +177,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         stopping(patch, 2)
         with pytest.raises(Stopped):
             score(data, tmp_path / "out", checkpoint_minutes=1e-9)
-    file = tmp_path / "out" / "checkpoints" / "step_2" / "model.safetensors"
+    folder = tmp_path / "out" / "checkpoints" / "step_2"
+    file = folder / "optimizer.safetensors"
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    save_file({name: moment.flatten()[:1].clone() for name, moment in load_file(file).items()}, file)
+    told = json.loads(whole[folder / "manifest.json"]) | {file.name: manifest.facts(file)}
+    (folder / "manifest.json").write_text(json.dumps(told))  # which does not know what fits
+    with pytest.raises(UserError, match=r"optimizer\.safetensors is of another architecture: it has .* of shape"):
+        score(data, tmp_path / "out")
+    for path, data_of in whole.items():
+        path.write_bytes(data_of)
+    file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"damaged at model\.safetensors"):
         score(data, tmp_path / "out")

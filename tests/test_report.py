@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from adclr import launch, report, training
+from adclr import launch, looking, report, training
 from adclr.config import UserError
 from adclr.report import charts, measures, page, story
 from adclr.report import live as live_module
@@ -22,6 +26,8 @@ from adclr.runs import Run
 from adclr.sources import ImageFolder
 from adclr.weights import load_weights
 from tiny import TINY, Adclr
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +134,10 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     assert "Nothing: all settings are the same" in apart
 
 
-def test_a_page_of_ten_thousand_steps_is_small_and_quick(run: Path, tmp_path: Path) -> None:
-    long = tmp_path / "long"
+@pytest.fixture(scope="module")
+def long(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 100 000 steps with 10 000 lines of 23 measures."""
+    long = tmp_path_factory.mktemp("runs") / "long"
     shutil.copytree(run, long)
     names = [f"measure_{i}" for i in range(20)]
     with open(long / "metrics.jsonl", "w") as metrics, open(long / "timing.jsonl", "w") as timing:
@@ -143,11 +151,80 @@ def test_a_page_of_ten_thousand_steps_is_small_and_quick(run: Path, tmp_path: Pa
             }
             metrics.write(json.dumps(row | dict.fromkeys(names, 1.0 / step)) + "\n")
             timing.write(json.dumps({"step": step, "seconds": 2.0, "images_per_second": 1000.0}) + "\n")
+    return long
+
+
+def test_a_page_of_ten_thousand_lines_is_small(long: Path) -> None:
     out = report.run([str(long)], None)
     assert out.stat().st_size < 5_000_000
     text = out.read_text()
     assert max(len(points.split()) for points in re.findall(r'points="([^"]+)"', text)) <= charts.MOST_POINTS
     assert "measure 19" in text  # a measure that has no words is drawn all the same
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)")
+def test_a_page_of_ten_thousand_lines_opens_at_once(long: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    page_file = report.run([str(long)], None)
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        times, errors = [], []
+        for _ in range(3):
+            page = browser.new_page()
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            started = time.monotonic()
+            page.goto(page_file.as_uri())  # until everything in it is loaded, its script included
+            page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+            times.append(time.monotonic() - started)
+        chart = page.locator(".chart svg").first
+        chart.scroll_into_view_if_needed()
+        chart.hover()
+        assert page.locator(".chart .read").first.inner_text().startswith("epoch ")
+        assert page.evaluate("document.querySelectorAll('.chart polyline').length") > 20
+        browser.close()
+    assert errors == []
+    assert min(times) < 2 * max(1.0, os.getloadavg()[0] / 2), times  # of 2 cores, which others may be using
+
+
+def test_healthy_ranges_are_shaded(run: Path) -> None:
+    """Those that the doctor knows: of what depends on the untrained network, and of what does not."""
+    text = page.render([story.read(run)])
+    figures = dict(re.findall(r'<figure class="chart"><figcaption><b>([^<]+)</b>(.*?)</figure>', text, re.DOTALL))
+    looks = story.read(run).looks[0]
+    for title, healthy in {
+        "what targets tell of an image, nats": f"above {charts.number(max(3e-4, 0.02 * looks['target_kl']))}",
+        "directions of [CLS]": f"above {charts.number(max(1.2, 0.1 * looks['rank_cls']))}",
+        "directions of patches": f"above {charts.number(max(1.2, 0.1 * looks['rank_patches']))}",
+        "directions of queries": f"above {charts.number(max(1.2, 0.1 * looks['rank_queries']))}",
+        "global loss of ln K": "0 to 1",
+    }.items():
+        assert f"healthy {healthy}<" in figures[title], title
+        (height,) = re.findall(r'class="band"[^>]* height="([\d.]+)"', figures[title])
+        assert float(height) > 10, title  # pixels
+    for title in ("global loss", "query loss"):
+        assert 'class="level"' in figures[title]
+        assert "ln 32: knowing nothing" in figures[title]
+    for title in ("prototypes in use", "entropy of the targets"):  # no range is known
+        assert 'class="band"' not in figures[title]
+
+
+def test_where_the_time_went_is_said(run: Path) -> None:
+    held = story.read(run)
+    assert all(held.spent[part] > 0 for part in ("looking", "saving", "drawing", "probing"))
+    text = page.render([held])
+    shown = re.search(r'class="split" role="img" aria-label="([^"]+)"', text)
+    assert shown
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", shown[1])]
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_rows_of_the_film_have_names(run: Path) -> None:
+    text = page.render([story.read(run)])
+    assert text.count("<span>components</span>") == 3
+    with Image.open(run / "pictures/images.jpg") as strip:
+        assert f'class="rows" style="height:{strip.height}px"' in text
 
 
 def test_words_of_health_are_said(run: Path, tmp_path: Path) -> None:
@@ -246,13 +323,53 @@ def test_ticks_are_round_and_cover_the_range() -> None:
     assert charts.ticks(2, 2) == [2]
 
 
-def test_thinning_keeps_the_mean_and_the_end() -> None:
-    points = [(float(n), float(n % 7)) for n in range(5000)]
-    found = charts.thinned(points, 100)
-    assert len(found) <= 100
-    assert found[-1] == points[-1]
-    assert sum(y for _, y in found) / len(found) == pytest.approx(3, abs=0.2)
+def test_thinning_keeps_the_mean_and_shows_no_spike_at_the_end() -> None:
+    for count in (101, 150, 4999, 5000, 5001):
+        points = [(float(n), float(n % 7)) for n in range(count - 1)] + [(float(count - 1), 100.0)]
+        found = charts.thinned(points, 100)
+        assert len(found) == 100
+        assert found[-1][0] == pytest.approx(count, rel=0.02)
+        assert sum(y for _, y in found) / len(found) == pytest.approx(sum(y for _, y in points) / count, abs=0.5)
+        assert found[-1][1] <= 100 / (count // 100) + 6  # the last point is a mean as all the others are
     assert charts.thinned(points[:50], 100) == points[:50]
+
+
+def test_components_keep_their_colours_from_moment_to_moment(
+    run: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = load_weights(run)
+    chosen = choose(ImageFolder(images / "train"), weights)
+    first = live_module.strip(weights, chosen)
+    basis = looking.basis
+
+    def turned(features: torch.Tensor) -> looking.Basis:
+        """As good a basis: another order, other signs."""
+        found = basis(features)
+        swap, signs = [2, 0, 1], torch.tensor([1.0, -1.0, -1.0])
+        directions = (found.directions * signs[:, None])[swap]
+        low, high = np.percentile(((features.double() - found.mean) @ directions.T).numpy(), (1, 99), axis=0)
+        return looking.Basis(found.mean, directions, low, high, found.explained[swap])
+
+    monkeypatch.setattr(looking, "basis", turned)
+
+    def away(found: Image.Image) -> float:
+        return float(np.abs(np.asarray(found, np.float64) - np.asarray(first, np.float64)).mean())
+
+    assert away(live_module.strip(weights, chosen)) > 10
+    assert away(live_module.strip(weights, chosen, first)) < 0.01
+    assert away(live_module.strip(weights, chosen, first.resize((10, 10)))) > 10  # not a strip of these
+
+
+def test_the_strip_before_is_found_on_the_disk(tmp_path: Path) -> None:
+    assert live_module.last_strip(tmp_path / "nowhere", 5) is None
+    for step, colour in ((2, "red"), (10, "blue"), (30, "lime")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"step_{step}.jpg")
+    found = live_module.last_strip(tmp_path, 30)
+    assert found is not None
+    assert found.getpixel((4, 4))[2] > 200  # type: ignore[index]
+    assert live_module.last_strip(tmp_path, 2) is None
+    (tmp_path / "step_20.jpg").write_bytes(b"broken")
+    assert live_module.last_strip(tmp_path, 30) is None
 
 
 def test_a_chart_of_little_is_a_chart() -> None:

@@ -97,7 +97,13 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
         assert fact in start
     assert start["images"] == 32
     timing = list(run.rows("timing.jsonl"))
-    assert all(row["images_per_second"] > 0 for row in timing)
+    assert all(row["images_per_second"] > 0 for row in timing[:-1])
+    for part in ("looking", "probing", "saving"):
+        spent = sum(row.get(f"seconds_{part}", 0.0) for row in timing)
+        assert 0 < spent < 60, part
+    rest = timing[-1]  # after the last line of metrics.jsonl: no steps, but a checkpoint
+    assert "images_per_second" not in rest
+    assert 0 < rest["seconds_saving"] <= rest["seconds"]
     vit = package.load(run.path)
     assert not vit.training
     assert vit(torch.randn(1, 3, 16, 16)).cls.shape == (1, 16)

@@ -90,6 +90,54 @@ def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: P
     assert first["shift_median"] == [0, 0]
 
 
+@pytest.fixture(scope="module")
+def coarse(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of patches of 16 pixels and 8 heads."""
+    folder = tmp_path_factory.mktemp("run") / "coarse"
+    sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 16, "model.num_heads": 8}
+    training.run(launch.prepare(images / "train", folder, None, TINY | sizes | {"train.epochs": 1}))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "columns"), [("attention", 3), ("queries", 4), ("pca", 2), ("match", 4)])
+def test_at_448_pixels_nothing_is_drawn_smaller_than_it_was_seen(
+    name: str, columns: int, coarse: Path, photos: Path, tmp_path: Path
+) -> None:
+    draw(name, coarse, [photos / "cat/a.png"] * 2, tmp_path, size=448)  # twice as wide as high
+    with Image.open(tmp_path / f"0001_a.{name}.png") as picture:
+        between = 896 // 12 - pictures.GAP if name == "match" else 0  # of the two images that lines join
+        assert picture.width == 2 * pictures.PAD + columns * 896 + (columns - 1) * pictures.GAP + between
+        assert picture.height > 448
+        assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 1000
+
+
+def test_what_is_not_on_the_sheet_is_said(
+    coarse: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, str] = {}
+    sheet = pictures.sheet
+
+    def noted(rows: list[list[Cell]], *given: object, **named: object) -> Image.Image:
+        found = sheet(rows, *given, **named)  # type: ignore[arg-type]
+        words = [word for word in (*given, *named.values()) if isinstance(word, str)]
+        said[f"{len(rows)}x{len(rows[0])}"] = " ".join(words)
+        return found
+
+    monkeypatch.setattr(pictures, "sheet", noted)
+    draw("attention", coarse, images / "train", tmp_path, num_images=26)
+    assert "the first 24 of 26 images and heads 0 to 5 of 8" in capsys.readouterr().out
+    assert "the first 24 of 26 images and heads 0 to 5 of 8" in said["24x9"]
+    draw("pca", coarse, images / "train", tmp_path, num_images=26)
+    assert "the first 24 of 26 images;" in capsys.readouterr().out
+    assert "Red, green and blue" in said["6x8"]
+    assert "the first 24 of 26 images;" in said["6x8"]
+    draw("match", coarse, images / "train", tmp_path, num_images=3)
+    assert "This sheet" not in capsys.readouterr().out
+    assert "the image that is named beside. A line joins" in said["2x3"]
+    names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
+    assert f"Left {names[0]}, right {names[-1]}." in said["1x3"]
+
+
 def test_background_can_be_left_out(run: Path, photos: Path, tmp_path: Path) -> None:
     kept = draw("pca", run, photos, tmp_path / "a")
     removed = draw("pca", run, photos, tmp_path / "b", background="remove")

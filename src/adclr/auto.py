@@ -11,6 +11,7 @@ import numpy as np
 from adclr.config import UserError
 from adclr.decode import Unreadable, size_of
 from adclr.sources import Source
+from adclr.workers import Workers, result
 
 SAMPLE = 200  # images whose headers are read
 SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
@@ -28,12 +29,17 @@ class Choice:
 
 def median_side(source: Source) -> int:
     """The median of the shorter sides of up to 200 images, spread over the collection."""
-    sides = []
-    for index in np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int):
+
+    def side(index: int) -> int | None:
         try:
-            sides.append(min(size_of(source.read(int(index)))))
+            return min(size_of(source.read(index)))
         except (Unreadable, OSError):
-            continue
+            return None
+
+    chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
+    with Workers(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
+        found = [result(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
+    sides = [length for length in found if length is not None]
     if not sides:
         tried = min(SAMPLE, len(source))
         raise UserError(f"none of the {tried} images of {source.root} that were tried can be read; are they images?")

@@ -26,7 +26,9 @@ Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it canno
 SAMPLE = 48  # images from which the size of all is guessed
 MARGIN = 1.5  # of the guess, before the collection counts as too large
 HOST_SHARE, GPU_SHARE = 0.5, 0.25  # of the free memory that `auto` takes
-TOGETHER = 32  # images that threads put together before they are stored: for each part, Python's lock is asked for
+# Images that threads put together before they are stored, since for each part Python's lock is asked for; fewer where
+# so many would be more than these bytes.
+TOGETHER, PART = 32, 2**25
 GIB = 2**30
 
 
@@ -90,7 +92,8 @@ def make(
     if where is None:
         return None
     capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
-    packed = _fill(read, count, max(1, num_workers), min(room.host, capacity), show, reading)
+    together = int(np.clip(PART * count // size, 1, TOGETHER))
+    packed = _fill(read, count, together, max(1, num_workers), min(room.host, capacity), show, reading)
     if packed is None:
         if mode == "auto":
             return None
@@ -114,17 +117,23 @@ def place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
 
 
 def _fill(
-    read: Read, count: int, num_workers: int, capacity: float, show: bool, reading: Callable[[], str]
+    read: Read,
+    count: int,
+    together: int,
+    num_workers: int,
+    capacity: float,
+    show: bool,
+    reading: Callable[[], str],
 ) -> Packed | None:
     """All images; None if they are more than `capacity`. An unreadable one has the place of the next that is not."""
     buffer = np.empty(int(capacity), np.uint8)  # the system gives pages only as they are written
     offsets, sizes = np.full(count, -1, np.int64), np.zeros((count, 2), np.int64)
     used = channels = 0
-    parts = (np.arange(first, min(first + TOGETHER, count)) for first in range(0, count, TOGETHER))
-    made = in_order(parts, lambda part: part, read, _join, reading, num_workers)
+    parts = (np.arange(first, min(first + together, count)) for first in range(0, count, together))
+    made = in_order(parts, lambda part: part, read, _join, reading, num_workers, ahead=num_workers)
     with closing(made), Line("decoding into memory", count, show=show) as line:
         for number, (readable, packed) in enumerate(made, 1):
-            line.move(min(number * TOGETHER, count))
+            line.move(min(number * together, count))
             if packed is None:
                 continue
             end = used + len(packed.bytes)

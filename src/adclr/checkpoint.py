@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from adclr import distributed, manifest, snapshot
 from adclr.config import UserError
 from adclr.coverage import fit
+from adclr.meter import checked
 from adclr.method import ADCLR
 from adclr.runs import Run
 from adclr.sharding import state_of
@@ -25,16 +28,22 @@ from adclr.snapshot import Parts
 NAMES = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
 
 
+Count = Annotated[int, Field(strict=True, ge=1, le=2**53)]
+
+
 @dataclass(frozen=True)
 class State:
     """What else a resumed run must know."""
 
-    step: int  # steps done
-    steps_per_epoch: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count  # steps done
+    steps_per_epoch: Count
     fingerprint: str  # of the collection
-    meter: dict[str, Any]  # what has been metered since the last line of metrics.jsonl
-    processes: int
-    micro_batch_size: int
+    # what has been metered since the last line of metrics.jsonl
+    meter: Annotated[dict[str, Any], AfterValidator(checked)]
+    processes: Count
+    micro_batch_size: Count
 
 
 def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
@@ -52,13 +61,13 @@ def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
     return snapshot.write(run, state.step, tensors, vars(state), keep)
 
 
-def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
+def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     """Restores the newest whole checkpoint in which a step is not done yet, and changes nothing on the disk."""
     found = manifest.newest(run, NAMES, before=step)
     return None if found.step is None else _restore(run.checkpoints / f"step_{found.step}", method, optimizer)
 
 
-def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | None:
+def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     """Restores the newest whole checkpoint and says where it stands; None if there is none.
 
     The first process looks which that is, and sets newer ones that are damaged aside; all read the same.
@@ -76,30 +85,32 @@ def load(run: Run, method: ADCLR, optimizer: torch.optim.Optimizer) -> State | N
                 "restore it, or delete that directory to start anew"
             )
         return None
-    for bad, name in found.damaged.items():
-        _set_aside(run, bad, name, step - 2)
+    if found.damaged:
+        _set_aside(run, found.damaged, step - 2)
     return _restore(run.checkpoints / f"step_{step - 2}", method, optimizer)
 
 
-def _set_aside(run: Run, step: int, name: str, going_on_from: int) -> None:
-    """A damaged checkpoint must not be counted among those that are kept."""
-    folder = run.checkpoints / f"step_{step}"
-    aside = folder.with_name(f"{folder.name}.damaged")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(folder, aside)
-    except OSError as error:
-        raise UserError(
-            f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
-        ) from None
-    print(
-        f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
-        f"training goes on from step {going_on_from}",
-        file=sys.stderr,
-    )
+def _set_aside(run: Run, damaged: Mapping[int, str], going_on_from: int) -> None:
+    """Damaged checkpoints must not be counted among those that are kept; `latest` leads past them first."""
+    for step, name in damaged.items():
+        folder = run.checkpoints / f"step_{step}"
+        aside = folder.with_name(f"{folder.name}.damaged")
+        try:
+            snapshot.point(run, f"step_{going_on_from}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
+            ) from None
+        print(
+            f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
+            f"training goes on from step {going_on_from}",
+            file=sys.stderr,
+        )
 
 
-def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.Optimizer) -> State:
+def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.AdamW) -> State:
     wanted = parts(method, optimizer)
     stored, state = snapshot.load(folder, list(wanted))
     for name, module in (
@@ -109,8 +120,21 @@ def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.Optimizer) -> S
     ):
         fit(wanted[name], stored[name], folder / f"{name}.safetensors")
         module.load_state_dict(stored[name])
-    snapshot.load_optimizer(method.student, optimizer, stored["optimizer"])
+    snapshot.load_optimizer(method.student, optimizer, stored["optimizer"], folder / "optimizer.safetensors")
+    return _state(state, folder)
+
+
+def _state(stored: Any, folder: Path) -> State:
+    """What state.json says, if it can be: a number in it may make the loop go wrong long after this."""
     try:
-        return State(**state)
-    except TypeError:
-        raise UserError(f"{folder} is of another version of adclr; start the run anew in another --out") from None
+        found: State = TypeAdapter(State).validate_python(stored)
+        if folder.name != f"step_{found.step}" or any(row[0] > found.step for row in found.meter["void"]):
+            raise ValueError
+    except ValueError as error:  # pydantic's too
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        what = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else "steps of another place"
+        raise UserError(
+            f"{folder}/state.json is not as this version of adclr writes it ({what[:200]}); "
+            "delete that directory to go on from an older one, or choose another --out"
+        ) from None
+    return found

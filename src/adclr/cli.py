@@ -202,19 +202,23 @@ def _main(arguments: list[str]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder that went away: the system's sentence says it
-        print(
-            f"adclr: {error.filename or 'a file'}: {error.strerror or error}; see to it and try again", file=sys.stderr
-        )
+        then = "the same command goes on from the last checkpoint, which is whole" if _saved(options) else "try again"
+        print(f"adclr: {error.filename or 'a file'}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        trains = options.command in ("demo", "pretrain") and options.out
         if options.command in ("embed", "study"):
             print("adclr: stopped; the same command goes on with what is missing", file=sys.stderr)
             raise SystemExit(130) from None
-        if not trains or not any(Path(options.out).glob("**/checkpoints/step_*")):
+        if not _saved(options):
             raise
         print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _saved(options: argparse.Namespace) -> bool:
+    """Whether there is a checkpoint of a training that was asked for."""
+    trains = options.command in ("demo", "pretrain") and options.out
+    return bool(trains) and any(Path(options.out).glob("**/checkpoints/step_*"))
 
 
 def _print_settings(model: type, title: str) -> None:

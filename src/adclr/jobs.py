@@ -167,6 +167,12 @@ def _check_resumable(launched: Launch, state: checkpoint.State) -> None:
             f"{root} gives {steps} steps an epoch where {run.path} had {state.steps_per_epoch}, "
             "so its schedules no longer fit; restore the images or choose another --out"
         )
+    batch = settings.train.batch_size
+    if state.step > steps * settings.train.epochs or batch % (state.processes * state.micro_batch_size):
+        raise UserError(
+            f"{run.checkpoints}/step_{state.step} has {state.step} steps done by {state.processes} processes of "
+            f"{state.micro_batch_size} images at once, which its settings do not allow; delete it to go on from another"
+        )
 
 
 def order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

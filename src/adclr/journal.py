@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -54,6 +54,7 @@ class Journal:
         self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
+        self.aside: dict[str, float] = {}  # seconds since the last line of timing.jsonl that went into no steps
         rows = run.rows("metrics.jsonl")
         self.looks = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
         self.finding: str | None = None  # what was last said of it
@@ -74,6 +75,8 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.line.__exit__(kind, error, trace)
+        if kind is None:
+            self._rest()
         for writer in self.writers:
             with suppress(OSError):  # a full disk
                 writer.close()
@@ -88,22 +91,38 @@ class Journal:
             means, void, last_void = self.meter.read()
             seconds = time.monotonic() - self.clock
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
+            self._time(done, seconds, speed)
             self.clock, self.marked = time.monotonic(), done
             schedule = {name: value for name, value in vars(values).items() if not name.startswith("freeze")}
             seen = self._health(done, look, means["loss_global"]) if self._look_is_due(done) else {}
             self.write(done, means | schedule | seen)
-            if self.main:
-                waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
-                row = {
-                    "step": done,
-                    "seconds": seconds,
-                    "images_per_second": speed,
-                    "seconds_waiting_for_images": waited,
-                }
-                self.run.append("timing.jsonl", row)
             self.text = f"{_describe(means, speed)}{self.condition}"
             self._note_void(done, void, last_void)
         self.line.move(done, self.text)
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Takes note of how long something other than steps takes; in timing.jsonl as `seconds_NAME`."""
+        started = time.monotonic()
+        yield
+        name = f"seconds_{name}"
+        self.aside[name] = self.aside.get(name, 0.0) + time.monotonic() - started
+
+    def _time(self, done: int, seconds: float, speed: float | None) -> None:
+        """A line of timing.jsonl: all the time since the last one, but for that of probes, and its parts."""
+        waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
+        aside, self.aside = self.aside, {}
+        if self.main:
+            row: dict[str, float] = {"step": done, "seconds": seconds, "seconds_waiting_for_images": waited}
+            self.run.append("timing.jsonl", row | ({} if speed is None else {"images_per_second": speed}) | aside)
+
+    def _rest(self) -> None:
+        """After the last line come the last look, checkpoint and pictures, and the wait until that is on the disk."""
+        done, seconds = max(self.start, self.meter.done), time.monotonic() - self.clock
+        if done == self.marked:  # no steps
+            known = sum(value for name, value in self.aside.items() if name != "seconds_probing")
+            self.aside["seconds_saving"] = self.aside.get("seconds_saving", 0.0) + max(0.0, seconds - known)
+        self._time(done, seconds, None)
 
     def _look_is_due(self, done: int) -> bool:
         """At the first line, which later ones are compared with, and then at those next to every so many steps."""
@@ -111,7 +130,8 @@ class Journal:
         return every is not None and (not self.looks or done // every > (done - lines) // every)
 
     def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
-        found = look()
+        with self.apart("looking"):
+            found = look()
         self.looks.append(found)
         finding = health.diagnose(self.looks)
         self.condition = f", kl {found['target_kl']:.2g}, rank {found['rank_cls']:.1f}"
@@ -135,7 +155,7 @@ class Journal:
                 self.run.append("voided.jsonl", row)
             self.listed += 1
         most = self.settings.train.max_void_steps
-        if last >= most or (done == self.schedules.total_steps and last == done - self.start > 0):
+        if last >= most or (done == self.schedules.total_steps and last >= done - self.start > 0):
             first = done - last + 1
             raise UserError(
                 f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "
@@ -165,7 +185,8 @@ class Journal:
     def score(self, step: int, probe: Probe, signals: Signals) -> None:
         """Takes a probe and notes it; its time is not the training's."""
         started = time.monotonic()
-        scores = probe(signals)
+        with self.apart("probing"):
+            scores = probe(signals)
         if scores:
             self.write(step, dict(scores))
         for name, value in scores.items():

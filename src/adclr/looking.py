@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -211,6 +212,22 @@ class Basis:
         span = np.maximum(self.high - self.low, 1e-12)
         found = ((self.project(features).numpy() - self.low) / span).clip(0, 1)
         return np.asarray(found, np.float32)
+
+    def aligned(self, features: Tensor, before: Floats) -> Basis:
+        """The same directions in the order and with the signs that come nearest to colours these features had, N×3.
+
+        Which of two directions that vary alike is the first, and which way it points, is chance from one basis to the
+        next; the colours of one and the same image would jump with it.
+        """
+        drawn, wanted = self.project(features).numpy(), before.astype(np.float64)
+        here, there = ((x - x.mean(axis=0)) / np.maximum(x.std(axis=0), 1e-12) for x in (drawn, wanted))
+        likeness, places = here.T @ there, np.arange(len(self.directions))
+        orders = [list(order) for order in permutations(range(len(places)))]
+        order = max(orders, key=lambda order: float(np.abs(likeness[order, places]).sum()))
+        signs = np.where(likeness[order, places] < 0, -1.0, 1.0)
+        ends = np.sort(np.stack([self.low, self.high])[:, order] * signs, axis=0)
+        directions = self.directions[order] * torch.from_numpy(signs)[:, None]
+        return Basis(self.mean, directions, ends[0], ends[1], self.explained[order])
 
 
 def basis(features: Tensor, count: int = 3) -> Basis:

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from adclr import distributed
 
 # the order of `method.Losses`
 NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
+
+
+Step = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True)]
+Loss = Number | None
+
+
+class Remembered(BaseModel, extra="forbid"):
+    """What a checkpoint holds of a meter; `decoder` makes it."""
+
+    sums: Annotated[list[Number], Field(min_length=len(NAMES) + 2, max_length=len(NAMES) + 2)]
+    void: list[tuple[Step, Loss, Loss, Loss, Loss, Loss]]  # by `NAMES`
+    last_void: Annotated[int, Field(strict=True, ge=0)] = 0  # which checkpoints had not at first
+
+
+def checked(remembered: dict[str, Any]) -> dict[str, Any]:
+    """The same, or pydantic's error."""
+    Remembered.model_validate(remembered)
+    return remembered
 
 
 class Void(NamedTuple):
@@ -54,13 +74,17 @@ class Meter:
 
     def decoder(self) -> Callable[[Tensor], dict[str, Any]]:
         """What makes of `total`, once it is on the host, what a checkpoint remembers; the meter may go on meanwhile."""
-        done, before, world = self.done, list(self.void), distributed.world_size()
+        done, before, world, in_a_row = self.done, list(self.void), distributed.world_size(), self.last_void
 
         def decode(total: Tensor) -> dict[str, Any]:
             numbers: list[float] = (total / world).tolist()
             rows = _rows(numbers[len(NAMES) + 2 :])
             void = [*before, *_void(rows, done)]
-            return {"sums": numbers[: len(NAMES) + 2], "void": [[v.step, *v.losses] for v in void]}
+            return {
+                "sums": numbers[: len(NAMES) + 2],
+                "void": [[v.step, *v.losses] for v in void],
+                "last_void": _in_a_row(in_a_row, rows),
+            }
 
         return decode
 
@@ -68,6 +92,7 @@ class Meter:
         """Goes on where a checkpoint stands."""
         self.sums.copy_(torch.tensor(remembered["sums"], dtype=torch.float64))
         self.void = [Void(int(row[0]), list(row[1:])) for row in remembered["void"]]
+        self.last_void = remembered.get("last_void", 0)
 
     def read(self) -> Reading:
         """All since the last reading, which waits for the device; then it starts anew."""
@@ -75,8 +100,7 @@ class Meter:
         *sums, good, voided = numbers[: len(NAMES) + 2]
         rows = _rows(numbers[len(NAMES) + 2 :])
         void = [*self.void, *_void(rows, self.done)]
-        for row in rows:
-            self.last_void = 0 if row[-1] else self.last_void + 1
+        self.last_void = _in_a_row(self.last_void, rows)
         means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
         self.sums.zero_()
         self.count, self.void = 0, []
@@ -86,6 +110,12 @@ class Meter:
 def _rows(numbers: list[float]) -> list[list[float]]:
     width = len(NAMES) + 1
     return [numbers[i : i + width] for i in range(0, len(numbers), width)]
+
+
+def _in_a_row(before: int, rows: list[list[float]]) -> int:
+    for row in rows:
+        before = 0 if row[-1] else before + 1
+    return before
 
 
 def _void(rows: list[list[float]], done: int) -> list[Void]:

@@ -120,9 +120,10 @@ class Bar:
 
 
 def sheet(
-    rows: Sequence[Sequence[Cell]], names: Sequence[str] = (), bar: Bar | None = None, text: int = 14
+    rows: Sequence[Sequence[Cell]], names: Sequence[str] = (), bar: Bar | None = None, about: str = "", text: int = 14
 ) -> Image.Image:
-    """Cells in rows and columns, each with its title above it, the names of the rows at the left, colours below."""
+    """Cells in rows and columns, each with its title above it, the names of the rows at the left, colours below and
+    under them, in as many lines as it takes, what else is to be known."""
     font, small = _font(text), _font(max(9, text - 3))
     columns = max(len(row) for row in rows)
     widths = [max(row[c].image.width for row in rows if c < len(row)) for c in range(columns)]
@@ -131,7 +132,8 @@ def sheet(
     line, total = text + 8, left + sum(widths) + GAP * (columns - 1) + PAD
     heads = [line if any(cell.title or cell.note for cell in row) else 0 for row in rows]
     talls = [max(cell.image.height for cell in row) for row in rows]
-    foot = line + 16 if bar else 0
+    words = _broken(about, small, total - left - PAD)
+    foot = (line + 16 if bar else 0) + (len(words) * (text + 2) + GAP if words else 0)
     found = Image.new("RGB", (total, 2 * PAD + sum(heads) + sum(talls) + GAP * (len(rows) - 1) + foot), PAPER)
     draw = ImageDraw.Draw(found)
     y = PAD
@@ -152,6 +154,9 @@ def sheet(
         y += heads[number] + talls[number] + GAP
     if bar:
         _draw_bar(found, draw, left, y + 4, bar, text)
+        y += line + 16
+    for number, part in enumerate(words):
+        draw.text((left, y + number * (text + 2)), part, fill=QUIET, font=small)
     return found
 
 
@@ -178,6 +183,18 @@ def _short(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width:
     while text and font.getlength(".." + text) > width:
         text = text[1:]
     return ".." + text if text else ""
+
+
+def _broken(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> list[str]:
+    """A text in lines of at most this width; a word that is longer is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else ""
+        if longer and font.getlength(longer.encode("ascii", "replace").decode()) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(_short(word, font, width))
+    return [line.encode("ascii", "replace").decode() for line in lines]
 
 
 def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:

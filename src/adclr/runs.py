@@ -40,8 +40,10 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
         else:
             temporary.write_bytes(data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # which write(2) does not say; of rename(2) it is the temporary name
         raise
     if durable:
         sync(path.parent)
@@ -195,7 +197,7 @@ class Run:
         found = []
         for path in self.checkpoints.glob("step_*") if self.checkpoints.is_dir() else ():
             number = path.name.removeprefix("step_")
-            if number.isascii() and number.isdecimal() and (path / "manifest.json").exists():
+            if number.isascii() and number.isdecimal() and len(number) < 16 and (path / "manifest.json").exists():
                 found.append(int(number))
         return sorted(found)
 
@@ -239,7 +241,7 @@ class Run:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield row
@@ -252,7 +254,7 @@ class Run:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("inf")
+    return value if isinstance(value, int | float) else float("inf")  # an int may be too large for a float
 
 
 def provenance() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from adclr import manifest
 from adclr.config import UserError
+from adclr.coverage import fit
 from adclr.runs import Run, read_json, sync, write_json, write_synced
 from adclr.tensors import read_tensors
 
@@ -66,19 +67,26 @@ def _fill(folder: Path, state: Mapping[str, Any], tensors: Parts) -> None:
 
 def _publish(run: Run, folder: Path) -> Path:
     """Gives a whole checkpoint its name, and makes it the latest."""
-    final, latest = run.checkpoints / folder.name[1:].removesuffix(".tmp"), run.checkpoints / "latest"
+    final = run.checkpoints / folder.name[1:].removesuffix(".tmp")
     if final.exists():  # of a run that was copied, or set back: a whole one is resumed from, not made again
         _remove(final)
+    if not run.steps():
+        sync(run.path)  # that there are checkpoints
     os.rename(folder, final)
     sync(run.checkpoints)
-    link = run.checkpoints / ".latest.tmp"
+    point(run, final.name)
+    return final
+
+
+def point(run: Run, name: str) -> None:
+    """Makes a checkpoint the latest."""
+    link, latest = run.checkpoints / ".latest.tmp", run.checkpoints / "latest"
     link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
+    link.symlink_to(name)
     if latest.is_dir() and not latest.is_symlink():  # a copy that followed links made a directory of it
         shutil.rmtree(latest)
     os.replace(link, latest)
     sync(run.checkpoints)
-    return final
 
 
 def free(run: Run, keep: int) -> int:
@@ -169,11 +177,24 @@ def optimizer_state(
     }
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
+def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], path: object) -> None:
+    """Refuses what does not fit: the fused kernel asks no moment for its size, and would read past its end.
+
+    A parameter that was never updated has no state; of any other all of it must be there.
+    """
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    known = {full.rpartition(".")[0] for full in tensors}
+    parameters = {name: p for name, p in model.named_parameters() if p in updated and name in known}
+    count = torch.zeros(())
+    wanted = {
+        f"{name}.{what}": like
+        for name, parameter in parameters.items()
+        for what, like in (("step", count), ("exp_avg", parameter), ("exp_avg_sq", parameter))
+    }
+    fit(wanted, tensors, path)
     optimizer.state.clear()
-    for full, value in tensors.items():
+    for full, like in wanted.items():
         name, _, what = full.rpartition(".")
         parameter = parameters[name]
         # step counts lie where the fused kernel wants them, with the parameter
-        optimizer.state[parameter][what] = value.to(parameter.device)
+        optimizer.state[parameter][what] = tensors[full].to(parameter.device, like.dtype)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from adclr.config import UserError
 from adclr.workers import Stuck, Workers, result
 
-# Batches decoded ahead: enough that threads never wait for a step to end, few enough that memory stays small.
+# Batches decoded ahead, unless it is said otherwise: enough that threads never wait for a step to end, few enough that
+# memory stays small.
 AHEAD = 3
 # Images a thread takes at a time. 16 threads read 3 600 files/s one by one; in eights, and with fewer system calls for
 # each, 17 000 and 30 000 (two other runs on the same kind of machine).
@@ -43,28 +44,24 @@ def in_order(
     reading: Callable[[], str],
     num_workers: int,
     gpu: int | None = None,
+    ahead: int = AHEAD,
 ) -> Generator[Made, None, None]:
     """`assemble(job, items)` for each job, in order; `bring` has brought the items that `wanted(job)` names.
 
-    Without workers all of it is done here, when it is asked for. `gpu` is the one that assembling threads work on;
-    `reading` says, for a person, what is being read just now.
+    Without workers nothing is done ahead: one thread, which can be watched and left behind, reads what is asked for.
+    `gpu` is the one that assembling threads work on; `reading` says, for a person, what is being read just now.
     """
 
     def bring_all(indices: NDArray[np.int64]) -> list[Item]:
         return [bring(int(index)) for index in indices]
 
-    if num_workers == 0:
-        for job in jobs:
-            yield assemble(job, bring_all(wanted(job)))
-        return
-
-    crew = _Crew(wanted, bring_all, assemble, reading, num_workers, gpu)
+    crew = _Crew(wanted, bring_all, assemble, reading, max(1, num_workers), gpu)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         for job in jobs:
             crew.order(job)
-            if len(crew.waiting) > AHEAD:
+            if len(crew.waiting) > (ahead if num_workers else 0):
                 yield crew.next()
         while crew.waiting:
             yield crew.next()

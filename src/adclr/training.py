@@ -140,7 +140,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
             if probe and probe.missing(start):
                 journal.score(start, probe, signals)
             if live:
-                live.begin(start)
+                with journal.apart("drawing"):
+                    live.begin(start)
             for step in range(start, total):
                 values = schedules.at(step)
                 losses, ok = take(seeded(job, views, step), values)
@@ -150,12 +151,14 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                     journal.score(done, probe, signals)
                 stop = signals.asked()
                 if stop or done % every == 0 or done == total:
-                    _save(job, writer, done)
+                    with journal.apart("saving"):
+                        _save(job, writer, done)
                 writer.check()
                 if done in pictured:
                     job.teacher()  # where it is spread, the copy that `live` draws is as old as the last asking
                 if live:
-                    live(done)
+                    with journal.apart("drawing"):
+                        live(done)
                 if stop:
                     break
         if stop:

@@ -32,11 +32,20 @@ from adclr.weights import Weights
 ON_SHEET = 24  # images at most on the sheet of all
 HEADS_ON_SHEET = 6
 CELL = 160  # pixels, on a sheet
-LARGE = 448  # pixels at most, the longer side of an image in a picture of its own
 ATTENTION = Bar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
 
 BOTH = Bar(
     "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
+)
+
+
+LINES = (
+    "A line joins two patches that are each other's nearest. Its colour is that of its place in the left image, from "
+    "teal at the upper left to yellow at the lower right; the more alike the patches, the stronger it is."
+)
+COMPONENTS = (
+    "Red, green and blue are the first three principal components of the patches of all images: what has one colour is "
+    "alike to the network; which colour it is means nothing."
 )
 
 
@@ -85,6 +94,7 @@ class Drawn:
     sheets: dict[str, Image.Image]  # by file name
     rows: list[dict[str, Any]]  # the numbers of each image
     about: dict[str, Any] = field(default_factory=dict)  # and of all together
+    less: str = ""  # what is not on the sheets
 
 
 def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Look) -> dict[str, Any]:
@@ -109,6 +119,8 @@ def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Loo
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **drawn.about, "images": drawn.rows}
     write_json(out / f"{name}.json", report | {"provenance": provenance()})
     print(f"written to {out}: {', '.join(drawn.sheets)}, {len(made)} single pictures, {name}.json")
+    if drawn.less:
+        print(drawn.less)
     return report
 
 
@@ -154,8 +166,15 @@ def peak(values: Floats) -> str:
 
 
 def side_of(seen: Seen) -> int:
-    _, height, width = seen.pixels.shape
-    return min(LARGE, max(2 * CELL, int(height), int(width)))
+    """The longer side in a picture of its own: never smaller than the network saw it."""
+    return max(2 * CELL, *map(int, seen.pixels.shape[1:]))
+
+
+def left_out(count: int, num_heads: int = 0) -> str:
+    """What is on no sheet, in words for the sheet and for the terminal."""
+    parts = [f"the first {ON_SHEET} of {count} images"] if count > ON_SHEET else []
+    parts += [f"heads 0 to {HEADS_ON_SHEET - 1} of {num_heads}"] if num_heads > HEADS_ON_SHEET else []
+    return f"This sheet has {' and '.join(parts)}; the single pictures have all." if parts else ""
 
 
 # -- attention --
@@ -172,7 +191,9 @@ def draw_attention(weights: Weights, seen: Sequence[Seen], settings: Attention, 
             rows.append(attention_cells(one, maps[: 1 + HEADS_ON_SHEET, 0], settings.mass, CELL))
         kept = looking.heaviest(maps[0, 0], settings.mass)
         found.append({"name": one.name, "peak": float(maps[0].max()), "share_of_patches": float(kept.mean())})
-    return Drawn({"attention.png": pictures.sheet(rows, [one.name for one in seen], ATTENTION)}, found)
+    less = left_out(len(seen), weights.vit.num_heads)
+    sheet = pictures.sheet(rows, [one.name for one in seen[:ON_SHEET]], ATTENTION, less)
+    return Drawn({"attention.png": sheet}, found, less=less)
 
 
 def attention_cells(seen: Seen, maps: Floats, mass: float, side: int) -> list[Cell]:
@@ -234,16 +255,12 @@ def draw_queries(weights: Weights, seen: Sequence[Seen], settings: Queries, save
         if number < ON_SHEET:
             rows.append(asked.cells(CELL))
         found.append({"name": one.name, "boxes": boxes[number], "peaks": asked.attention.max(axis=(1, 2)).tolist()})
-    sheets = {"queries.png": pictures.sheet(rows, [one.name for one in seen], BOTH)}
+    less = left_out(len(seen))
+    sheets = {"queries.png": pictures.sheet(rows, [one.name for one in seen[:ON_SHEET]], BOTH, less)}
     if settings.across and len(seen) > 1:
         some = seen[: settings.across]
         sheets["queries_across.png"] = across(weights, some, [own[0] for own in boxes[: len(some)]], settings.block)
-    return Drawn(sheets, found)
-
-
-BOTH = Bar(
-    "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
-)
+    return Drawn(sheets, found, less=less)
 
 
 def query_boxes(seen: Seen, settings: Queries) -> list[Box]:
@@ -300,21 +317,22 @@ def draw_pca(weights: Weights, seen: Sequence[Seen], settings: Pca, save: Save) 
         cls = [looking.gaze(weights, one, looking.read(weights, one))[0][0, 0].ravel() for one in seen]
         things = looking.foreground(every, np.concatenate(cls))
     basis = looking.basis(every[torch.from_numpy(things)])
+    less, removed = left_out(len(seen)), " Dark is the ground, which was left out." if not things.all() else ""
+    about = COMPONENTS + removed
     cells, found = [], []
     for number, (one, part, kept) in enumerate(zip(seen, features, np.split(things, ends), strict=True)):
         grid = one.grid(weights.vit)
         colours, mask = basis.colours(part).reshape(*grid, 3), kept.reshape(grid)
-        single = [Cell(pictures.shown(one.pixels, side_of(one)), "image")]
-        single.append(
-            Cell(pictures.tinted(single[0].image, colours, mask), "first three components as red, green, blue")
-        )
-        save(file_name(number, one, "pca"), pictures.sheet([single]))
+        single = [Cell(pictures.shown(one.pixels, side_of(one)), one.name)]
+        single.append(Cell(pictures.tinted(single[0].image, colours, mask), "components"))
+        save(file_name(number, one, "pca"), pictures.sheet([single], about=about))
         if number < ON_SHEET:
             image = pictures.shown(one.pixels, CELL)
             cells += [Cell(image, one.name), Cell(pictures.tinted(image, colours, mask))]
         found.append({"name": one.name, "share_of_things": float(kept.mean())})
-    sheet = pictures.sheet(pictures.wrapped(cells, 2 * min(4, math.ceil(math.sqrt(len(cells) / 2)))))
-    return Drawn({"pca.png": sheet}, found, {"explained_variance": basis.explained.tolist()})
+    rows = pictures.wrapped(cells, 2 * min(4, math.ceil(math.sqrt(len(cells) / 2))))
+    sheet = pictures.sheet(rows, about=f"{about} {less}")
+    return Drawn({"pca.png": sheet}, found, {"explained_variance": basis.explained.tolist()}, less)
 
 
 # -- matches --
@@ -356,7 +374,10 @@ def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Sa
     for number, other in enumerate(track(others, "matching", len(others)), 1):
         matches = looking.mutual(features, looking.features(weights, other, settings.block))
         pair = Pair(first, other, (grid, other.grid(weights.vit)), matches)
-        save(file_name(number, other, "match"), pictures.sheet([pair.cells(side_of(first), settings.num_lines)]))
+        single = pictures.sheet(
+            [pair.cells(side_of(first), settings.num_lines)], about=f"Left {first.name}, right {other.name}. {LINES}"
+        )
+        save(file_name(number, other, "match"), single)
         if number <= ON_SHEET:
             rows.append(pair.cells(CELL, settings.num_lines))
         ends = pair.ends()
@@ -369,7 +390,10 @@ def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Sa
                 "shift_median": np.median(ends[:, 2:] - ends[:, :2], axis=0).tolist(),
             }
         )
-    return Drawn({"match.png": pictures.sheet(rows, [one.name for one in others])}, found, {"first": first.name})
+    less = left_out(len(others))
+    about = f"Left {first.name}, right the image that is named beside. {LINES} {less}"
+    sheet = pictures.sheet(rows, [one.name for one in others[:ON_SHEET]], about=about)
+    return Drawn({"match.png": sheet}, found, {"first": first.name}, less)
 
 
 DRAW: dict[str, tuple[type[Look], Callable[..., Drawn]]] = {

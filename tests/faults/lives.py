@@ -65,12 +65,12 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return []
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """kill -9 of a run, and of the processes that torchrun started for it."""
+def kill(process: subprocess.Popen[str]) -> str:
+    """kill -9 of a run, and of the processes that torchrun started for it; what it had said on stderr."""
     for number in (process.pid, *children(process)):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-    process.communicate()
+    return process.communicate()[1]
 
 
 def until(there: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import lives
 import pytest
+import soak
 import torch
 
 import adclr as package
@@ -142,6 +143,51 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_last_checkpoint(images: Pa
     (small / "filler").unlink()
     package.pretrain(images / "train", out=out, **(TINY | CHANGES))
     assert lives.digest(out) == lives.digest(whole)
+
+
+# In the process: the disk is full as soon as a function of the training begins.
+FULL_FROM = """
+import errno, os, adclr.training as t
+work, real = t.{function}, os.write
+def full(handle, data):
+    if os.readlink(f"/proc/self/fd/{{handle}}").startswith({out!r}):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(handle, data)
+def filled(*arguments):
+    os.write = full
+    return work(*arguments)
+t.{function} = filled
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "last"),
+    [
+        ("_resume", "settings.yaml: No space left on device; see to it and try again"),
+        (
+            "_finish",
+            "backbone.json: No space left on device; "
+            "see to it and the same command goes on from the last checkpoint, which is whole",
+        ),
+    ],
+)
+def test_a_disk_that_is_full_at_the_start_or_the_end_is_said_with_the_file(
+    images: Path, tmp_path: Path, whole: Path, function: str, last: str
+) -> None:
+    out = tmp_path / "run"
+    before = FULL_FROM.format(function=function, out=str(out))
+    code, _, errors = lives.finish(lives.start(images / "train", out, before=before, **CHANGES))
+    assert code == 2, errors
+    assert errors.strip().splitlines()[-1] == f"adclr: {out}/{last}"
+    assert not list(out.glob("**/.*.tmp"))
+    package.pretrain(images / "train", out=out, **(TINY | CHANGES))
+    assert lives.digest(out) == lives.digest(whole)
+
+
+@pytest.mark.full
+def test_kills_a_full_disk_and_broken_images_at_once(small: Path, tmp_path: Path) -> None:
+    """A short one; `python tests/faults/soak.py` is the long one."""
+    soak.work(soak.collection(tmp_path / "data"), small, tmp_path / "whole", steps=200, kills=2, fulls=1, least=0.6)
 
 
 def test_old_checkpoints_are_freed_for_a_new_one_if_that_is_allowed(small: Path) -> None:

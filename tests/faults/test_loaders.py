@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import adclr as package
+from adclr import auto, workers
 from adclr import feed as feeds
-from adclr import workers
 from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.feed import Feed
@@ -31,7 +31,7 @@ import os, threading, time, adclr.sources as s, adclr.workers as w
 w.PATIENCE_SECONDS = 2.0
 read = s.read_file
 def hanging(path):
-    if path.endswith({name!r}) and threading.current_thread() is not threading.main_thread():
+    if path.endswith({name!r}) and threading.current_thread().name.startswith(("decode", "cache")):
         while not os.path.exists({flag!r}): time.sleep(0.05)
     return read(path)
 s.read_file = hanging
@@ -55,14 +55,16 @@ def test_a_run_goes_on_when_the_disk_does_with_the_order_kept(images: Path, tmp_
     assert lives.digest(tmp_path / "run") == lives.digest(whole.path)
 
 
-def test_a_run_ends_when_the_disk_does_not_answer_and_says_which_image(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, 0])
+def test_a_run_ends_when_the_disk_does_not_answer_and_says_which_image(
+    images: Path, tmp_path: Path, workers: int
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(images / "train", data)
     name = sorted(data.rglob("*.png"))[11].name
     started = time.monotonic()
-    process = lives.start(
-        data, tmp_path / "run", before=HANG.format(name=name, flag=str(tmp_path / "never")), **CHANGES
-    )
+    before = HANG.format(name=name, flag=str(tmp_path / "never"))
+    process = lives.start(data, tmp_path / "run", before=before, **(CHANGES | {"num_workers": workers}))
     code, _, errors = lives.finish(process)
     assert code == 2, errors
     assert time.monotonic() - started < 60  # though a thread still waits
@@ -79,6 +81,15 @@ def test_decoding_into_memory_does_not_wait_for_ever(images: Path, tmp_path: Pat
     code, _, errors = lives.finish(process)
     assert code == 2, errors
     assert "no image has come for a minute; see to the disk" in errors
+
+
+def test_choosing_a_recipe_does_not_wait_for_ever(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, release = ImageFolder(images / "train"), threading.Event()
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(source, "read", lambda _: bytes(release.wait()))
+    with pytest.raises(Stuck):
+        auto.median_side(source)
+    release.set()
 
 
 def test_no_memory_for_a_moment_costs_nothing_and_for_longer_ends_the_run(

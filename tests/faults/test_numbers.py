@@ -121,6 +121,7 @@ def test_the_meter_remembers_which_steps_were_void() -> None:
             total, decode = meter.total(), meter.decoder()
     remembered = json.loads(json.dumps(decode(total)))  # after more steps have been taken
     assert remembered["void"] == [[12, None, 1.0, 2.0, 3.0, 4.0]]
+    assert remembered["last_void"] == 1
     means, void, last = meter.read()
     assert means == {name: 2.0 * (i + 1) for i, name in enumerate(NAMES)} | {"voided_steps": 2}
     assert [(v.step, v.losses[0]) for v in void] == [(12, None), (14, 1.0)]
@@ -132,6 +133,9 @@ def test_the_meter_remembers_which_steps_were_void() -> None:
     for done, (losses, ok) in enumerate([(good * 3, True), (good, False)], 13):
         other.add(done, losses, torch.tensor(ok))
     assert other.read() == (means, void, last)
+    other.restore(remembered)  # a run that was stopped among void steps goes on counting them
+    other.add(13, bad, torch.tensor(False))
+    assert other.read().last_void == 2
 
 
 def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, Path]:

@@ -89,6 +89,13 @@ with distributed.session(cpu):
 """
 
 
+def torchrun(program: Path) -> subprocess.CompletedProcess[str]:
+    """Two processes of a program."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
 @pytest.mark.parametrize("shard", [False, True])
 def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> None:
     settings, cpu = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4), torch.device("cpu")
@@ -98,15 +105,58 @@ def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> Non
     step._learn([fit.random_views(settings, 2, cpu) for _ in range(2)], 0.05)
     program, out = tmp_path / "program.py", tmp_path / "gradients.safetensors"
     program.write_text(GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, str(program)], capture_output=True, text=True, env=environment, timeout=120)
+    done = torchrun(program)
     assert done.returncode == 0, done.stderr
     found = load_file(out)
     for name, parameter in method.student.named_parameters():
         assert parameter.grad is not None
         scale = parameter.grad.abs().max().item()
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+VOID = """
+import hashlib, sys, torch
+sys.path.insert(0, {tests!r})
+from adclr import checkpoint, distributed, fit, jobs, optim
+from adclr.sharding import Sharded
+from adclr.step import Step
+from tiny import tiny
+cpu, values = torch.device("cpu"), optim.Values(0.01, 0.1, 0.9, 0.05, False)
+with distributed.session(cpu):
+    settings = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4)
+    method = jobs.build(settings)
+    optimizer = optim.make_optimizer(method.student, settings)
+    if {shard}:
+        optimizer = Sharded(method, optimizer, settings, cpu).optimizer
+    def state():
+        parts = checkpoint.parts(method, optimizer).values()
+        tensors = [distributed.whole(part[name]).contiguous() for part in parts for name in sorted(part)]
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+    torch.manual_seed(distributed.rank())
+    step = Step(settings, method, optimizer, cpu, None)
+    first, second, third = (fit.random_views(settings, 2, cpu) for _ in range(3))
+    if distributed.rank() == 1:
+        second.global_crops[0, 0, 0, 0, 0] = float("nan")
+    told = []
+    for views in (first, second, third):
+        _, ok = step(iter([views]), values)
+        told += [str(bool(ok)), state()]
+    with open(f"{out}.{{distributed.rank()}}", "w") as file:
+        file.write(" ".join(told))
+"""
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_number_that_is_not_finite_in_one_process_voids_the_step_in_all(tmp_path: Path, shard: bool) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "told"
+    program.write_text(VOID.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
+    done = torchrun(program)
+    assert done.returncode == 0, done.stderr
+    told = [Path(f"{out}.{rank}").read_text().split() for rank in range(2)]
+    assert told[0] == told[1]
+    assert told[0][::2] == ["True", "False", "True"]
+    before, after, then = told[0][1::2]
+    assert before == after != then
 
 
 @pytest.mark.parametrize(
@@ -163,6 +213,7 @@ def test_a_process_that_is_killed_takes_the_run_down_and_its_checkpoint_stays(im
     assert time.monotonic() - started < 60
     assert code != 0
     assert "exitcode  : -9" in errors
+    assert "Traceback" not in errors[: errors.index("(exitcode: -9)")]  # then comes torchrun's own
     assert lives.newest(out) is not None
 
 

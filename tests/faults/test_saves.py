@@ -147,7 +147,8 @@ def test_latest_loads_wherever_a_save_is_cut_short(saved: Run, monkeypatch: pyte
         shutil.rmtree(saved.path)
         shutil.copytree(whole, saved.path, symlinks=True)
     assert ends == {2, 3}
-    assert number > 40
+    assert number - 1 > 150
+    print(f"{fault}: {number - 1} times")  # docs/reliability.md has the sum
 
 
 def test_everything_is_synced_before_it_is_named_and_named_before_anything_is_deleted(saved: Run) -> None:
@@ -202,6 +203,25 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_sentence(
     assert "step_6 is damaged at optimizer.safetensors" in said
     assert lives.digest(run.path) == lives.digest(whole.path)
     assert {"step_8.damaged", "step_6.damaged"} < {path.name for path in run.checkpoints.iterdir()}
+
+
+def test_latest_leads_past_a_damaged_checkpoint_at_once(saved: Run) -> None:
+    method, optimizer = lives.made()
+    (saved.checkpoints / "step_2" / "student.safetensors").write_bytes(b"")
+    assert checkpoint.load(saved, method, optimizer) == lives.state(1)
+    assert os.readlink(saved.checkpoints / "latest") == "step_1"
+    assert lives.newest(saved.path) == 1
+
+
+def test_the_first_save_syncs_the_name_of_the_folder_too(tmp_path: Path) -> None:
+    run, method_and_optimizer, synced = Run(tmp_path / "run"), lives.made(), []
+
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else name)
+
+    with watched(before=note):
+        checkpoint.write(run, lives.state(1), checkpoint.parts(*method_and_optimizer), keep=2)
+    assert str(run.path) in synced[: synced.index("rename")]
 
 
 def metered(numbers: torch.Tensor) -> dict[str, Any]:

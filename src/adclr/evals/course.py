@@ -182,7 +182,7 @@ def resume(course: Course) -> int:
         )
     fit(parts["model"], stored["model"], folder / "model.safetensors")
     course.model.load_state_dict(stored["model"])
-    snapshot.load_optimizer(course.model, course.optimizer, stored["optimizer"])
+    snapshot.load_optimizer(course.model, course.optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     for (
         parameter,
         state_of,
@@ -190,7 +190,9 @@ def resume(course: Course) -> int:
         for what, value in state_of.items():
             if value.shape == parameter.shape:
                 state_of[what] = torch.empty_like(parameter).copy_(value)
-    course.seconds = float(state["seconds"])
+    if not isinstance(state.get("seconds"), float):
+        raise UserError(f"{folder}/state.json does not say how long it took; delete that directory to start anew")
+    course.seconds = state["seconds"]
     distributed.barrier()
     if distributed.is_main():
         course.run.cut("metrics.jsonl", steps[-1])

@@ -341,7 +341,7 @@ def resume(job: Job) -> int:
         if model is not None:
             fit(parts[name], stored[name], folder / f"{name}.safetensors")
             model.load_state_dict(stored[name])
-    snapshot.load_optimizer(job.model, job.optimizer, stored["optimizer"])
+    snapshot.load_optimizer(job.model, job.optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     distributed.barrier()
     if distributed.is_main():
         job.run.cut("metrics.jsonl", steps[-1])

@@ -22,7 +22,7 @@ from adclr.progress import Line
 from adclr.sources import Source
 from adclr.threads import in_order
 
-TOGETHER = 32  # images that threads hand over at once
+TOGETHER = 4  # images that threads hand over at once: few, since they are whole
 NUMBERS = 2**28  # of enlarged scores held at once (1 GiB)
 
 
@@ -108,6 +108,7 @@ class Reader:
             lambda part, items: items,
             lambda: str(self.source.root),
             self.num_workers,
+            ahead=self.num_workers,
         )
 
 

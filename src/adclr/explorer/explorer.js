@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const STAGE = 380, PANEL = 300, TILE = 128; // pixels that are drawn; the style decides how large they are seen
 let state = fromAddress(location.hash);
 let models = [], images = []; // images: {name, grids, picture}
-let answers = [], maps = [], patch = null; // of each model: to the query, of the view; {row, column} pointed at
+let answers = [], maps = []; // of each model: to the query, of the view
 const panels = [], tiles = [], visible = new Set(), stale = new Set();
 
 // -- asking --
@@ -77,13 +77,14 @@ function split(ids, model, text, channels = 1) {
 }
 
 const point = newest(async () => {
-  const at = patch, number = chosen();
-  if (!at) return;
+  const at = state.patch, number = chosen();
+  if (!at || !images.length) return;
+  rememberSoon();
   for (let model = 0; model < models.length; model++) {
     const [rows, columns] = images[number].grids[model];
     const row = Math.min(rows - 1, Math.floor(at.y * rows)), column = Math.min(columns - 1, Math.floor(at.x * columns));
     const { maps: text } = await ask("similar", { model, image: number, row, column });
-    if (number !== chosen()) return;
+    if (number !== chosen() || !state.patch) return;
     const cell = [column / columns, row / rows, (column + 1) / columns, (row + 1) / rows];
     draw(panels[model].patch.canvas, images[number].picture, PANEL, { bytes: unpack(text), rows, columns, channels: 1 }, [cell]);
     panels[model].patch.note.textContent = "like the patch pointed at";
@@ -118,7 +119,18 @@ function paint() {
     view.note.textContent = VIEWS[state.view] + (peak ? `, peak ${peak.toFixed(1)}×` : "");
     rank(m);
   });
+  remember();
+}
+
+function remember() {
   history.replaceState(null, "", toAddress(state)); // which, unlike a new location, calls nobody back
+}
+
+// A pointer goes through hundreds of places within seconds, and browsers refuse as many addresses.
+let resting = 0;
+function rememberSoon() {
+  clearTimeout(resting);
+  resting = setTimeout(remember, 200);
 }
 
 function drawStage() {
@@ -177,15 +189,21 @@ function tileOf(model, id) {
 
 function choose(id) {
   state.image = images[id].name;
-  patch = null;
   clearPatch();
   run(query);
 }
 
+// Points at what the state says, or at nothing.
+function showPatch() {
+  if (state.patch) run(point);
+  else clearPatch();
+}
+
 function clearPatch() {
+  state.patch = null;
   for (const panel of panels) {
     draw(panel.patch.canvas, images[chosen()].picture, PANEL, null);
-    panel.patch.note.textContent = "point at a patch of the image, or tap it";
+    panel.patch.note.textContent = "point at a patch of the image, tap it, or press Alt and an arrow";
   }
 }
 
@@ -193,6 +211,12 @@ function clearPatch() {
 
 const STEP = 1 / 14; // where the grid is not known; else one patch
 const clip = (value) => Math.min(1, Math.max(0, value));
+
+// The middle of the patch beside the one that a place lies in; at an edge, that one's.
+function next({ x, y }, [right, down], [rows, columns]) {
+  const beside = (share, step, count) => (Math.min(count - 1, Math.max(0, Math.floor(share * count) + step)) + 0.5) / count;
+  return { x: beside(x, right, columns), y: beside(y, down, rows) };
+}
 
 function place(event) {
   const box = $("image").getBoundingClientRect();
@@ -210,7 +234,7 @@ function listenToStage() {
   canvas.addEventListener("pointermove", (event) => {
     const at = place(event);
     if (!start) {
-      if (event.pointerType === "mouse") { patch = at; run(point); }
+      if (event.pointerType === "mouse") { state.patch = at; run(point); }
       return;
     }
     const box = [Math.min(start.x, at.x), Math.min(start.y, at.y), Math.max(start.x, at.x), Math.max(start.y, at.y)];
@@ -221,17 +245,23 @@ function listenToStage() {
     run(query);
   });
   const end = (event) => {
-    if (start && !moved) { patch = place(event); run(point); }
+    if (start && !moved) { state.patch = place(event); run(point); }
     start = null;
   };
   canvas.addEventListener("pointerup", end);
   canvas.addEventListener("pointercancel", () => { start = null; });
   canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && images.length) { clearPatch(); remember(); return; }
     const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (!way) return;
     event.preventDefault();
     const [rows, columns] = images[chosen()]?.grids[0] ?? [1 / STEP, 1 / STEP], [dx, dy] = [way[0] / columns, way[1] / rows];
     const [left, top, right, bottom] = state.box;
+    if (event.altKey) {
+      state.patch = state.patch ? next(state.patch, way, [rows, columns]) : { x: (left + right) / 2, y: (top + bottom) / 2 };
+      run(point);
+      return;
+    }
     if (event.shiftKey) {
       state.box = [left, top, clip(Math.max(left + 1 / columns, right + dx)), clip(Math.max(top + 1 / rows, bottom + dy))];
     } else {
@@ -264,7 +294,7 @@ function listenToControls() {
     state = fromAddress(location.hash);
     settle();
     controls();
-    clearPatch();
+    showPatch();
     run(query);
   });
   addEventListener("keydown", (event) => {
@@ -377,10 +407,8 @@ async function follow() {
   const skipped = found.skipped ? `; ${found.skipped} could not be read` : "";
   $("progress").textContent = found.finished ? (found.note || `${images.length} images`) + skipped : `reading ${found.tried} of ${found.total}`;
   if (images.length && (found.finished || !state.image)) settle();
-  if (images.length && from === 0) {
-    controls();
-    clearPatch();
-  }
+  if (images.length && from === 0) controls();
+  if (loaded.length) showPatch(); // the link's image may come late
   if (!found.finished) setTimeout(() => run(follow), 500);
   else if (!images.length) document.body.dataset.busy = "false";
   if (loaded.length) await query();

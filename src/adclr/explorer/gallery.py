@@ -1,4 +1,7 @@
-"""The images that are explored: decoded, made small for the page, and read by each network, in the background."""
+"""The images that are explored: decoded, made small for the page, and read by each network, in the background.
+
+Whoever decodes an image also makes it small, so that a photograph of 36 MB is never kept longer than that takes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from threading import Event
 import numpy as np
 
 from adclr import pictures
-from adclr.decode import Pixels, Unreadable
+from adclr.decode import Unreadable
 from adclr.explorer.library import GIB, Library
 from adclr.looking import Grid, Seen
 from adclr.memory import cpu_count
@@ -37,8 +40,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Decoded:
+    """What is kept of an image until enough of its shape are there: a few hundred kB, however large it is."""
+
     name: str
-    pixels: list[Pixels]  # for each network
+    jpeg: bytes
+    size: tuple[int, int]  # width and height of the JPEG
+    seen: list[Seen]  # by each network
 
 
 class Gallery:
@@ -55,7 +62,7 @@ class Gallery:
 
     def read(self) -> None:
         """All of them, or as many as there is memory for; `stop` ends it after the images at hand."""
-        waiting: dict[tuple[Grid, ...], list[tuple[Decoded, list[Seen]]]] = {}
+        waiting: dict[tuple[Grid, ...], list[Decoded]] = {}
         taken = 0
         with Line("reading", len(self.chosen)) as line:
             for found in self._decoded():
@@ -65,15 +72,14 @@ class Gallery:
                 line.move(self.tried)
                 if found is None:
                     continue
-                seen = [library.see(found.name, p) for library, p in zip(self.libraries, found.pixels, strict=True)]
-                grids = tuple(one.grid(library.vit) for one, library in zip(seen, self.libraries, strict=True))
+                grids = tuple(one.grid(library.vit) for one, library in zip(found.seen, self.libraries, strict=True))
                 taken += sum(library.bytes_of(grid) for library, grid in zip(self.libraries, grids, strict=True))
                 if taken > self.room:
                     self.note = (
                         f"{self.tried - 1} of {len(self.source)} images: no more fit into max_gib={self.room / GIB:g}"
                     )
                     break
-                waiting.setdefault(grids, []).append((found, seen))
+                waiting.setdefault(grids, []).append(found)
                 if len(waiting[grids]) == self.libraries[0].together:
                     self._shelve(grids, waiting.pop(grids))
             for grids, held in waiting.items():
@@ -83,15 +89,11 @@ class Gallery:
                     line.say(text)
         self.finished = True
 
-    def _shelve(self, grids: tuple[Grid, ...], held: list[tuple[Decoded, list[Seen]]]) -> None:
+    def _shelve(self, grids: tuple[Grid, ...], held: list[Decoded]) -> None:
         ids = range(len(self.shown), len(self.shown) + len(held))
         for number, library in enumerate(self.libraries):
-            library.read(ids, [seen[number] for _, seen in held])
-        for found, _ in held:
-            image = pictures.shown(found.pixels[0], min(SIDE, max(found.pixels[0].shape[1:])))
-            buffer = io.BytesIO()
-            image.save(buffer, format="JPEG", quality=QUALITY)
-            self.shown.append(Shown(found.name, buffer.getvalue(), image.width, image.height, list(grids)))
+            library.read(ids, [found.seen[number] for found in held])
+        self.shown += [Shown(found.name, found.jpeg, *found.size, list(grids)) for found in held]
 
     def _decoded(self) -> Iterator[Decoded | None]:
         """In order; None for one that cannot be read."""
@@ -110,7 +112,12 @@ class Gallery:
         except (Unreadable, OSError) as error:
             self.skipped[name] = str(error)
             return None
-        return Decoded(name, [pixels[decoder] for decoder in decoders])
+        own = [pixels[decoder] for decoder in decoders]
+        image = pictures.shown(own[0], min(SIDE, max(own[0].shape[1:])))
+        buffer = io.BytesIO()
+        image.save(buffer, format="JPEG", quality=QUALITY)
+        seen = [library.see(name, part) for library, part in zip(self.libraries, own, strict=True)]
+        return Decoded(name, buffer.getvalue(), image.size, seen)
 
     def _inside(self, name: str) -> bool:
         """Whether a file of a folder lies in it, links followed: nothing outside is ever served."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from adclr.report.story import Points
 
@@ -34,14 +35,21 @@ class Band:
         return f"above {number(self.low)}" if math.isinf(self.high) else f"{number(self.low)} to {number(self.high)}"
 
 
+@dataclass(frozen=True)
+class Level:
+    """A value to compare a curve with."""
+
+    value: float
+    name: str
+
+
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many points: means of neighbours; the last is kept as it is."""
+    """At most so many points: means of neighbours, of as many each (but for one), so that all are as noisy."""
     if len(points) <= most:
         return points
-    size = -(-len(points) // (most - 1))
-    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
-    means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-    return [*means, points[-1]]
+    ends = [len(points) * n // most for n in range(most + 1)]
+    groups = [points[start:end] for start, end in pairwise(ends)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -66,13 +74,18 @@ def number(value: float) -> str:
 
 
 def chart(
-    title: str, lines: Sequence[Line], meaning: str = "", band: Band | None = None, floor: float | None = None
+    title: str,
+    lines: Sequence[Line],
+    meaning: str = "",
+    band: Band | None = None,
+    floor: float | None = None,
+    level: Level | None = None,
 ) -> str:
     """A figure: its title, what it means, and the curves over epochs. `floor`: the axis begins there at the latest."""
     drawn = [(line, thinned(line.points)) for line in lines if line.points]
     if not drawn:
         return ""
-    xs = [x for _, points in drawn for x, _ in points]
+    xs = [x for line, _ in drawn for x, _ in line.points]
     ys = [y for _, points in drawn for _, y in points]
     low, high = min(ys), max(ys)
     if floor is not None:
@@ -81,6 +94,8 @@ def chart(
         span = high - low
         low = min(low, max(band.low, low - span))
         high = high if math.isinf(band.high) else max(high, min(band.high, high + span))
+    if level:
+        low, high = min(low, level.value), max(high, level.value)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * max(abs(low), 1e-3), high + 0.5 * max(abs(high), 1e-3)
     room = 0.04 * (high - low)
@@ -110,6 +125,10 @@ def chart(
             f'<text x="{x_of(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(tick)}</text>'
         )
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">epoch</text>')
+    if level:
+        y = y_of(level.value)
+        parts.append(f'<path class="level" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{y + 14:.1f}" text-anchor="end">{escape(level.name)}</text>')
     for line, points in drawn:
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
         values = " ".join(f"{x:.4g},{y:.4g}" for x, y in points)
@@ -118,7 +137,7 @@ def chart(
         if len(points) < 30:
             dot = f'<circle style="fill:var(--c{line.style % len(DASHES)})" r="2.5"'
             parts += [f'{dot} cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"/>' for x, y in points]
-    ends = "; ".join(f"{line.name} ends at {number(points[-1][1])}" for line, points in drawn)
+    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line, _ in drawn)
     healthy = f' <span class="healthy">healthy {band}</span>' if band else ""
     caption = (
         f'<figcaption><b>{escape(title)}</b> <span class="read"></span>{healthy}<br>{escape(meaning)}</figcaption>'

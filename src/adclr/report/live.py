@@ -16,8 +16,8 @@ from PIL import Image
 from adclr import looking, pictures, report
 from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
-from adclr.looking import Box, Seen
-from adclr.report.story import PICTURES
+from adclr.looking import Box, Floats, Grid, Seen
+from adclr.report.story import PICTURES, read_moments
 from adclr.runs import Run, write_atomically
 from adclr.sources import Source
 from adclr.weights import Weights
@@ -54,8 +54,9 @@ class Live:
     def __call__(self, step: int) -> None:
         due = step in self.moments and self.seen
         if due:
-            file = self.run.path / PICTURES / f"step_{step}.jpg"
-            self._try(lambda: _save(file, strip(self.weights, self.seen)))
+            folder = self.run.path / PICTURES
+            before = last_strip(folder, step)
+            self._try(lambda: _save(folder / f"step_{step}.jpg", strip(self.weights, self.seen, before)))
         if due or time.monotonic() - self.written > SECONDS:
             self.page()
 
@@ -110,10 +111,24 @@ def originals(chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
     return _stacked(cells)
 
 
-def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
-    """From top to bottom, of each image: attention of `[CLS]`, of its query, and the components of its patches."""
+def last_strip(folder: Path, step: int) -> Image.Image | None:
+    """The strip drawn last before a step, by this process or by the one that was resumed."""
+    try:
+        earlier = [moment for moment in read_moments(folder) if moment.step < step]
+        return Image.open(earlier[-1].file).convert("RGB") if earlier else None
+    except OSError:  # broken, or gone meanwhile
+        return None
+
+
+def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]], before: Image.Image | None = None) -> Image.Image:
+    """From top to bottom, of each image: attention of `[CLS]`, of its query, and the components of its patches.
+
+    The components have the order and the signs that come nearest to the colours of the strip before."""
     patches = [looking.features(weights, seen) for seen, _ in chosen]
     basis = looking.basis(torch.cat(patches))
+    if before is not None and before.size == _size(3 * len(chosen)):
+        grids = [seen.grid(weights.vit) for seen, _ in chosen]
+        basis = basis.aligned(torch.cat(patches), np.concatenate(_colours(before, grids)))
     cells = []
     for (seen, box), part in zip(chosen, patches, strict=True):
         image, memory = pictures.shown(seen.pixels, CELL), looking.read(weights, seen)
@@ -124,8 +139,22 @@ def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
     return _stacked(cells)
 
 
+def _colours(drawn: Image.Image, grids: Sequence[Grid]) -> list[Floats]:
+    """N×3 of each image: the colours of its patches, as a strip shows them."""
+    found = []
+    for number, (rows, columns) in enumerate(grids):
+        top = (3 * number + 2) * (CELL + GAP)
+        cell = drawn.crop((0, top, CELL, top + CELL)).resize((columns, rows), Image.Resampling.BOX)
+        found.append(np.asarray(cell, np.float32).reshape(-1, 3) / np.float32(255))
+    return found
+
+
+def _size(cells: int) -> tuple[int, int]:
+    return CELL, cells * (CELL + GAP) - GAP
+
+
 def _stacked(cells: Sequence[Image.Image]) -> Image.Image:
-    found = Image.new("RGB", (CELL, len(cells) * (CELL + GAP) - GAP), "grey")  # seen on light and on dark paper
+    found = Image.new("RGB", _size(len(cells)), "grey")  # seen on light and on dark paper
     for number, cell in enumerate(cells):
         found.paste(cell, (0, number * (CELL + GAP)))
     return found

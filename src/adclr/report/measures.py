@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from adclr import health
-from adclr.report.charts import Band
-from adclr.report.story import Story
+from adclr.report.charts import Band, Level
+from adclr.report.story import PARTS, Story
 
 
 class Measure(NamedTuple):
@@ -16,6 +16,7 @@ class Measure(NamedTuple):
     meaning: str
     healthy: Band | None = None
     floor: float | None = None
+    level: Level | None = None
 
 
 LOSSES = {
@@ -35,14 +36,14 @@ SCORES = {
     "incontext_miou": Measure("in-context mIoU, %", "of the teacher's patches, by the labelled pixels of the probe"),
 }
 HEALTH = {
-    "teacher_entropy": Measure(
+    "teacher_entropy": Measure(  # no range: high or low, it may learn, as long as targets tell something of an image
         "entropy of the targets", "of ln K; 1 is the same weight on every prototype, 0 is all on one", floor=0
     ),
     "target_kl": Measure(
         "what targets tell of an image, nats", "from each target to the mean of all; 0 is nothing", floor=0
     ),
     "prototypes_used": Measure("prototypes in use", "of as many as there are images or prototypes", floor=0),
-    "loss_of_log_k": Measure("global loss of ln K", "1 is what knowing nothing costs", floor=0),
+    "loss_of_log_k": Measure("global loss of ln K", "1 is what knowing nothing costs", Band(0, 1), floor=0),
     "rank_cls": Measure("directions of [CLS]", "effective rank: in how many directions images differ", floor=0),
     "rank_patches": Measure("directions of patches", "effective rank", floor=0),
     "rank_queries": Measure("directions of queries", "effective rank", floor=0),
@@ -64,8 +65,8 @@ SCHEDULES = {
         "void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
     ),
 }
-# a share of the time; the entropy of a batch; how many the scores without labels are of
-HIDDEN = {"seconds", "seconds_waiting_for_images", "target_entropy", "held_out_images"}
+# of the time; the entropy of a batch; how many the scores without labels are of
+HIDDEN = {"seconds", *(f"seconds_{part}" for part in PARTS), "target_entropy", "held_out_images"}
 
 
 def others(stories: Sequence[Story]) -> dict[str, Measure]:
@@ -94,6 +95,16 @@ def with_bands(stories: Sequence[Story]) -> dict[str, Measure]:
     return found
 
 
+def with_levels(stories: Sequence[Story]) -> dict[str, Measure]:
+    """The losses, with what knowing nothing costs where all runs have as many prototypes."""
+    counts = {story.settings.get("method.num_prototypes") for story in stories}
+    (count,) = counts if len(counts) == 1 else (None,)
+    if not isinstance(count, int) or count < 2:
+        return LOSSES
+    level = Level(math.log(count), f"ln {count}: knowing nothing")
+    return LOSSES | {name: LOSSES[name]._replace(level=level) for name in ("loss_global", "loss_query")}
+
+
 def verdict(story: Story) -> list[Word]:
     """What a look at the curves would tell."""
     found = [Word(False, words) for _, words in story.said]
@@ -104,8 +115,9 @@ def verdict(story: Story) -> list[Word]:
         told = story.looks[-1]["target_kl"]
         found.append(Word(True, f"It does not collapse: the teacher tells images apart by {told:.2g} nats."))
     found += _score_words(story)
-    if story.seconds and story.waited > 0.2 * story.seconds:
-        share = story.waited / story.seconds
+    waited = story.spent["waiting_for_images"]
+    if story.seconds and waited > 0.2 * story.seconds:
+        share = waited / story.seconds
         found.append(
             Word(
                 False,

@@ -11,13 +11,24 @@ from importlib import resources
 from typing import Any
 
 from adclr import __version__, config
+from adclr.jpeg import read_header
 from adclr.report import measures
 from adclr.report.charts import Line, chart, legend, number
 from adclr.report.measures import Measure
 from adclr.report.story import Story, changed, differences
 from adclr.settings import Settings
 
-KINDS = ("where [CLS] looks", "where a query looks", "components of the patches")  # rows of a strip, of each image
+# rows of a strip, of each image
+KINDS = {"[CLS]": "where [CLS] looks", "query": "where a query looks", "components": "components of the patches"}
+STRIP = 104  # pixels, its width on the page
+# what `story.PARTS` are called
+SPENT = {
+    "waiting_for_images": "waiting for images",
+    "looking": "measuring health",
+    "saving": "saving checkpoints",
+    "drawing": "pictures and this page",
+    "probing": "probes",
+}
 STARTS = ("started", "from_step", "device", "precision", "processes", "images")  # of provenance.json
 MOST_MOMENTS = 10  # shown of a run
 
@@ -31,7 +42,7 @@ def render(stories: Sequence[Story]) -> str:
         _head(stories, title),
         _section("health", "How it is", _words(stories)),
         _section("differences", "What differs in the settings", _differences(stories)) if not one else "",
-        _section("losses", "Losses", _charts(stories, measures.LOSSES)),
+        _section("losses", "Losses", _charts(stories, measures.with_levels(stories))),
         _section("scores", "Scores while training", _charts(stories, measures.SCORES)),
         _section("measures", "Health", _charts(stories, measures.with_bands(stories) | measures.others(stories))),
         _section("pictures", "What it sees, over training", "".join(_pictures(story, not one) for story in stories)),
@@ -136,7 +147,7 @@ def _charts(stories: Sequence[Story], wanted: Mapping[str, Measure]) -> str:
             for style, story in enumerate(stories)
             if any(value for _, value in story.curves.get(name, ()))  # a part that is not used is 0 throughout
         ]
-        found.append(chart(measure.title, lines, measure.meaning, measure.healthy, measure.floor))
+        found.append(chart(measure.title, lines, measure.meaning, measure.healthy, measure.floor, measure.level))
     return f'<div class="charts">{"".join(found)}</div>' if any(found) else ""
 
 
@@ -146,15 +157,22 @@ def _time(stories: Sequence[Story]) -> str:
     for story in stories:
         if not story.seconds:
             continue
-        share = min(1.0, story.waited / story.seconds)
-        text = f"{duration(story.seconds)} of training, {share:.1%} of it waiting for images"
+        aside = {words: story.spent[part] for part, words in SPENT.items()}
+        whole = story.seconds + story.spent["probing"]
+        parts = {"steps": max(0.0, whole - sum(aside.values())), **aside}
+        shares = {words: min(1.0, seconds / whole) for words, seconds in parts.items()}
+        text = ", ".join(f"{words} {share:.1%}" for words, share in shares.items())
         name = f"<b>{escape(story.name)}</b> " if len(stories) > 1 else ""
-        bars += (
-            f'<p>{name}{text}</p><div class="split" role="img" aria-label="{text}">'
-            f'<i style="width:{100 - 100 * share:.2f}%"></i><b style="width:{100 * share:.2f}%"></b></div>'
+        colours = {words: f"background:var(--c{number})" for number, words in enumerate(parts)}
+        pieces = "".join(f'<i style="{colours[words]};width:{share:.2%}"></i>' for words, share in shares.items())
+        keys = "".join(
+            f'<span><i style="{colours[words]}"></i> {words} {share:.1%}</span>' for words, share in shares.items()
         )
-    keys = '<p class="legend"><span><i></i> steps</span><span><b></b> waiting</span></p>'
-    return f'<div class="time">{bars}{keys}</div>' if bars else ""
+        bars += (
+            f"<p>{name}{duration(whole)}</p>"
+            f'<div class="split" role="img" aria-label="{text}">{pieces}</div><p class="legend">{keys}</p>'
+        )
+    return f'<div class="time">{bars}</div>' if bars else ""
 
 
 # -- pictures --
@@ -168,19 +186,34 @@ def _pictures(story: Story, named: bool) -> str:
     step = max(1, -(-len(later) // (MOST_MOMENTS - 1)))
     chosen = [first, *later[::-1][::step][::-1]]
     per_epoch = _steps_per_epoch(story)
-    strips = []
+    strips, rows = [], ""
     images = story.moments[0].file.with_name("images.jpg")
     for label, file in [("images", images), *((_moment(m.step, per_epoch), m.file) for m in chosen)]:
         try:
-            data = base64.b64encode(file.read_bytes()).decode()
+            held = file.read_bytes()
         except OSError:
             continue
+        data, rows = base64.b64encode(held).decode(), rows or _rows(held)
         strips.append(
             f'<figure><figcaption>{label}</figcaption><img alt="{label}" src="data:image/jpeg;base64,{data}"></figure>'
         )
     title = f"<h3>{escape(story.name)}</h3>" if named else ""
-    about = f"<p>Of each image, from top to bottom: {'; '.join(KINDS)}.</p>"
-    return f'{title}{about}<div class="film" tabindex="0">{"".join(strips)}</div>'
+    about = (
+        f"<p>Of each image, from top to bottom: {'; '.join(KINDS.values())}. Maps are from dark, 0, to bright, the top "
+        "0.5 % of patches and at least twice the mean. Components are drawn as red, green and blue, in the order and "
+        "with the signs nearest to the moment before: only which patches have one colour means anything.</p>"
+    )
+    return f'{title}{about}<div class="film" tabindex="0">{rows}{"".join(strips)}</div>'
+
+
+def _rows(strip: bytes) -> str:
+    """The names of the rows of a strip, whose cells are squares."""
+    header = read_header(strip)
+    if header is None or not header.width:
+        return ""
+    names = (list(KINDS) * (header.height // header.width))[: header.height // header.width]
+    cells = "".join(f"<span>{name}</span>" for name in names)
+    return f'<div class="rows" style="height:{header.height * STRIP / header.width:.0f}px">{cells}</div>'
 
 
 def _moment(step: int, per_epoch: float) -> str:

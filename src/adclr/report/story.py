@@ -18,6 +18,9 @@ MOST_SCORES = 200  # evaluations read
 LARGEST = 2**22  # bytes of a file of scores or of a picture
 STALE = 600  # seconds without a line after which an unfinished run is called stopped
 
+# what timing.jsonl has of the seconds that went into something else than steps; probes are not part of its `seconds`
+PARTS = ("waiting_for_images", "looking", "saving", "drawing", "probing")
+
 Points = list[tuple[float, float]]  # (epoch, value)
 
 
@@ -52,7 +55,7 @@ class Story:
     unreadable: int
     step: int
     seconds: float  # of training
-    waited: float  # of these, for images
+    spent: dict[str, float]  # seconds by `PARTS`
     state: str  # finished, training or stopped
 
     def last(self, name: str) -> float | None:
@@ -86,11 +89,11 @@ def read(path: str | Path) -> Story:
         looks=_looks(metrics),
         said=_said(metrics),
         scores=_scores(run.path / "evals"),
-        moments=_moments(run.path / PICTURES),
+        moments=read_moments(run.path / PICTURES),
         unreadable=len(_rows(run, "quarantine.jsonl")),
         step=int(max((step for step, _ in steps), default=0)),
         seconds=_sum(timing, "seconds"),
-        waited=_sum(timing, "seconds_waiting_for_images"),
+        spent={name: _sum(timing, f"seconds_{name}") for name in PARTS},
         state="finished" if results is not None else _alive(run.path / "metrics.jsonl"),
     )
 
@@ -188,7 +191,8 @@ def _inner(held: Mapping[str, Any], part: str, name: str) -> str:
     return str(inside.get(name, "")) if isinstance(inside, Mapping) else ""
 
 
-def _moments(folder: Path) -> list[Moment]:
+def read_moments(folder: Path) -> list[Moment]:
+    """In the order of their steps."""
     found = []
     for path in folder.glob("step_*.jpg") if folder.is_dir() else ():
         number = path.stem.removeprefix("step_")
