@@ -75,6 +75,10 @@ def test_torch_is_not_needed_to_refuse_a_command() -> None:
         "planning",
         "cost",
         "gpus",
+        "memory",
+        "doctor",
+        "auto",
+        "workers",
     ):
         tree = ast.parse((SOURCE / f"{name}.py").read_text())
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -6,8 +6,10 @@ import contextlib
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # whoever asks for cores alone need not wait for it
+    import torch
 
 GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -26,6 +28,8 @@ def host_memory() -> float:
 
 def available(device: torch.device) -> float:
     """Bytes of the GPU that this process has or can get."""
+    import torch
+
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device.index or 0) * total
     return min(free + torch.cuda.memory_reserved(device), limit)
