@@ -1,6 +1,6 @@
 """What each measure gives: the step of ADCLR with all of them, and with one left out at a time.
 
-    python benchmarks/measures.py [--batch 256] [--json FILE] [--tiny]
+    python benchmarks/measures.py [--batch 256] [--only TEXT ...] [--json FILE] [--tiny]
 
 ViT-S/16 of `adclr_vits16`, views of noise; as in benchmarks/step.py, whose functions it uses. What a row leaves out is
 replaced for that row only, by what a plain program does. Compare figures of one run only.
@@ -182,9 +182,16 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
     return {"name": case.name, "images_per_second": batch / spent, "milliseconds": 1000 * spent, "gib": gib}
 
 
+def _asked(case: Case, only: list[str] | None) -> bool:
+    return only is None or case is CASES[0] or any(text in case.name for text in only)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="rows whose name has it, and the first; again: more"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after every row")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and 4 images, to see that it runs")
     given = parser.parse_args()
@@ -194,7 +201,7 @@ def main() -> None:
     )
     rows: list[dict[str, float | str | None]] = []
     started = provenance()
-    for case in CASES:
+    for case in [one for one in CASES if _asked(one, given.only)]:
         try:
             row = measure(case, batch, given.tiny, device)
         except torch.OutOfMemoryError:
