@@ -1,10 +1,13 @@
 """Milliseconds of one layer's attention from qkv (M×3D) to its output (M×D), and back: our kernels beside PyTorch's.
 
-    python benchmarks/attention.py [--dtype bfloat16] [--flex] [--seconds 75]
+    python benchmarks/attention.py [--dtype bfloat16] [--tune] [--seconds 75]
 
-One GPU, captured as a CUDA graph, so that it is the device's time. PyTorch's kernels are timed with what they need
-around them, as in `attention.plain`: qkv in heads, and the gradient put together again. Every line is first checked on
-the last sequences against float64. `--tiny` tries the script itself on a CPU. Compare figures of one run only.
+A table of the step's two shapes, the global views' and the local ones', and of both together: flash, cuDNN,
+memory-efficient, FlexAttention and ours. One GPU, captured as a CUDA graph, so that it is the device's time. PyTorch's
+kernels are timed with what they need around them, as in `attention.plain`: qkv in heads, and the gradient put together
+again. Every line is first checked on the last sequences against float64; what fails has a line that says why, and no
+figure in the table. `--tune` first tries other sizes of our tiles. `--tiny` tries the script itself on a CPU. Compare
+figures of one run only.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adclr import attention
 from adclr.attention import Config, Group
+from adclr.recorded import record
 
 Attend = Callable[[Tensor, list[Group], int], Tensor]
 FORWARDS = {
@@ -79,7 +83,7 @@ class Case(NamedTuple):
     groups: list[Group]
     heads: int
     width: int
-    size: str | None  # whose candidates are all tried
+    size: str | None  # whose candidates --tune tries
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -137,9 +141,7 @@ def milliseconds(work: Callable[[], object]) -> float:
             work()
     torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph, _ = record(work, aside)
     return float(do_bench(graph.replay, warmup=20, rep=60, return_mode="median"))
 
 
@@ -201,6 +203,26 @@ def flex() -> Attend:
     return attend
 
 
+def ways() -> dict[str, Attend]:
+    """All that the table compares, by name."""
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    theirs = {name: with_backend(backend) for name, backend in backends.items()}
+    return theirs | {"FlexAttention": flex(), "ours": attention.fused}
+
+
+def as_table(titles: list[str], lines: dict[str, list[Line | None]]) -> list[str]:
+    """Rows of Markdown: milliseconds forward, and forward with backward."""
+    rows = [f"| ms forward, and with backward | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    for name, found in lines.items():
+        figures = (f"{line.forward:.3f}, {line.total:.3f}" if line else "failed" for line in found)
+        rows.append(f"| {name} | {' | '.join(figures)} |")
+    return rows
+
+
 def tune(case: Case, size: str, qkv: Tensor, grad: Tensor, until: float) -> None:
     """Tries the candidates and leaves the fastest in the tables, so that what follows uses them."""
     for table, candidates, which in ((attention.FORWARD, FORWARDS, 0), (attention.BACKWARD, BACKWARDS, 1)):
@@ -220,7 +242,7 @@ def tune(case: Case, size: str, qkv: Tensor, grad: Tensor, until: float) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU in Triton's interpreter")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation takes its time")
+    parser.add_argument("--tune", action="store_true", help="try other sizes of our tiles, and go on with the fastest")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--seconds", type=float, default=75, help="after these, no more candidates")
     args = parser.parse_args()
@@ -229,6 +251,8 @@ def main() -> None:
     dtype = torch.float16 if args.tiny else getattr(torch, args.dtype)  # the interpreter has no product of bfloat16
     print(f"{'CPU' if args.tiny else torch.cuda.get_device_name()}, torch {torch.__version__}, {dtype}")
     started = time.perf_counter()
+    table: dict[str, list[Line | None]] = {}
+    titles: list[str] = []
     for case in cases(args.tiny):
         rows = sum(group.sequences * group.tokens for group in case.groups)
         dim = case.heads * case.width
@@ -237,17 +261,15 @@ def main() -> None:
         grad = torch.randn(rows, dim, generator=numbers, device=device).to(dtype)
         sizes = " + ".join(f"{group.sequences}×{group.tokens}/{group.image}" for group in case.groups)
         title = f"{case.name} {sizes}, {case.heads} heads of {case.width}"
+        titles.append(title)
         print(f"\n{title:<49} {'forward':>9} {'and back':>9}   errors of out, dqkv", flush=True)
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-            measure(f"PyTorch {backend.name.lower()}", with_backend(backend), case, qkv, grad)
-        if args.flex:
-            measure("PyTorch flex_attention", flex(), case, qkv, grad)
-        if case.size and dtype != torch.float32:  # which has small tiles of its own, for every size
+        if args.tune and case.size and dtype != torch.float32:  # which has small tiles of its own, for every size
             until = started + args.seconds * (0.6 if case.size == "long" else 1)  # the short ones get their turn
             tune(case, case.size, qkv, grad, until)
-        else:
-            measure("ours, the fastest of the above if there are any", attention.fused, case, qkv, grad)
-    print(f"\n{time.perf_counter() - started:.0f} seconds")
+        for name, attend in ways().items():
+            table.setdefault(name, []).append(measure(name, attend, case, qkv, grad))
+    print(f"\n{time.perf_counter() - started:.0f} seconds\n")
+    print("\n".join(as_table(titles, table)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of measures: it runs, and what a row replaces is replaced and computes the same."""
+"""The benchmarks of measures and of attention: they run, and what a row replaces is replaced and computes the same."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adclr import fit, jobs, optim
 from adclr.step import Step
+from kernel_device import needs_interpreter
 from tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -106,3 +107,17 @@ def test_the_benchmark_of_measures_runs(measures: Any, tmp_path: Path) -> None:
     assert all(row["images_per_second"] > 0 for row in rows)
     for what in ("AdamW", "clipping", "teacher's mean"):
         assert f"{what} parameter by parameter" in text
+
+
+@needs_interpreter
+def test_the_benchmark_of_attention_makes_its_table() -> None:
+    """Where PyTorch has no such kernel, as here for two of them, the others are still compared."""
+    text = run("attention.py", "--tiny")
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in table[1:]] == ["flash", "cuDNN", "memory-efficient", "FlexAttention", "ours"]
+    assert all(len(row) == 4 for row in table)
+    assert "failed" not in "".join(table[-1])
+    assert "RuntimeError: " in text
+    for cell in table[-1][1:]:
+        forward, both = map(float, cell.split(","))
+        assert 0 < forward < both

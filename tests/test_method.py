@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from adclr.augment import Masks, Views
+from adclr.augment import Masks, Views, _hidden
 from adclr.jobs import build
 from adclr.losses import Center, sinkhorn
 from adclr.method import ADCLR
@@ -33,6 +34,38 @@ def make_views(settings: Settings, batch: int = 3, seed: int = 0) -> Views:
     local = noise(views.num_local, batch, 3, views.local_size, views.local_size) if views.num_local else None
     queries = noise(batch, views.num_queries, 3, patch, patch) if views.num_queries else None
     return Views(crops, local, queries, masks)
+
+
+def with_room(views: Views, room: int) -> Views:
+    """As a GPU gets them."""
+    assert views.masks is not None
+    index, weight = _hidden(views.masks.grid.numpy(), room)
+    return replace(views, masks=Masks(views.masks.grid, torch.from_numpy(index), torch.from_numpy(weight)))
+
+
+def test_patches_that_fill_the_room_change_nothing() -> None:
+    settings, method = make(masked_weight=1.0)
+    views = make_views(settings)
+    assert views.masks is not None
+    hidden = len(views.masks.index)
+    for few in (0, hidden):
+        same = with_room(views, few).masks
+        assert same is not None
+        assert torch.equal(same.index, views.masks.index)
+        torch.testing.assert_close(same.weight, views.masks.weight)
+    filled = with_room(views, hidden + 7)
+    assert filled.masks is not None
+    assert len(filled.masks.index.unique()) == hidden + 7
+    assert not views.masks.grid.flatten()[filled.masks.index[hidden:]].any()
+    found = []
+    for seen in (views, filled):
+        losses = method(seen, 0.05)
+        losses.total.backward()
+        found.append((torch.stack(list(losses)).detach(), [p.grad for p in method.student.parameters()]))
+        method.forget()
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
 
 def make(**changes: object) -> tuple[Settings, ADCLR]:

@@ -152,7 +152,6 @@ MEASURED = [
     ("dino_vits16", "base", 128, 964),
     ("ibot_vits16", "small", 256, 2574),
     ("adclr_mim_vits16", "base", 128, 905),
-    ("adclr_mim_vits16", "small", 64, 772),  # launched kernel by kernel
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from adclr.boxes import TRIES, crop_boxes
 from adclr.draws import Draws, key_of
 from adclr.settings import Settings
-from adclr.views import Crops, block_masks, plan
+from adclr.views import Crops, block_masks, plan, room_for
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)
@@ -102,6 +102,25 @@ def test_no_queries_no_local_views_no_masks() -> None:
     assert made.queries is None
     assert made.local_crops is None
     assert made.masks is None
+
+
+def test_a_batch_has_room_for_the_patches_that_are_hidden() -> None:
+    """The mean and four deviations of what is drawn, never more than can be; masks fall short of what is drawn."""
+    budgets = Draws(0, 0, np.arange(40_000, dtype=np.uint64))
+    hidden = np.where(budgets.chance("masked", 0.5, 2), budgets.uniform("mask ratio", 2, low=0.1, high=0.5), 0.0)
+    for batch in (8, 64):
+        sums = hidden.reshape(-1, 2 * batch).sum(axis=1)
+        room = room_for(2 * batch, 100, 0.5, (0.1, 0.5)) / 100
+        assert room == pytest.approx(min(sums.mean() + 4 * sums.std(), batch), rel=0.05)
+    assert room_for(2, 100, 0.5, (0.1, 0.5)) == 100  # both views, half of each
+    settings = tiny(masked_weight=1.0)
+    made = plan(settings, 0, np.arange(64, dtype=np.uint64), np.full((64, 2), 40))
+    assert made.masks is not None
+    assert made.masks.sum() <= made.room < made.masks.size
+    assert (
+        plan(tiny(masked_weight=1.0, target="sinkhorn"), 0, np.arange(4, dtype=np.uint64), np.full((4, 2), 40)).room
+        == 0
+    )
 
 
 def slow_mask(u: list[np.ndarray], budget: float, rows: int, columns: int) -> np.ndarray:

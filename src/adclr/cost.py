@@ -133,7 +133,8 @@ def _patches(settings: Settings, side: int) -> int:
 
 def recorded(settings: Settings) -> bool:
     """Whether a GPU that trains alone, without accumulating, records its step as a CUDA graph."""
-    return settings.train.compile != "off" and not settings.train.shard and not settings.masked
+    uneven = settings.masked and settings.method.target == "sinkhorn"
+    return settings.train.compile != "off" and not settings.train.shard and not uneven
 
 
 def gpu_memory(settings: Settings) -> tuple[float, float]:

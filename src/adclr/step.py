@@ -29,8 +29,8 @@ from adclr.sharding import Pieces, sync_gradients
 class Step:
     """`losses, ok = step(views of each micro-batch, values)`
 
-    `record` asks for a CUDA graph; it is made where one micro-batch is a step, of one process, and always as large,
-    which masked patches are not.
+    `record` asks for a CUDA graph; it is made where one micro-batch is a step, of one process, and (nearly) always as
+    large, which is not so where Sinkhorn's targets are of masked patches.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Step:
         self.device, self.dtype, self.clip_norm = device, dtype, settings.optim.clip_norm
         alone, self.in_pieces = distributed.world_size() == 1, isinstance(optimizer, Pieces)
         self.model = method if alone or self.in_pieces else _in_parallel(method, settings)
-        self.record = record and alone and device.type == "cuda" and accumulate == 1 and not settings.masked
-        self.recorded: dict[tuple[bool, bool], Recorded] = {}  # by what stands still
+        self.record = record and alone and device.type == "cuda" and accumulate == 1
+        self.record = self.record and not (settings.masked and settings.method.target == "sinkhorn")
+        self.recorded: dict[tuple[object, ...], Recorded] = {}  # by what stands still, and the number of masked patches
 
     def __call__(self, views: Iterable[Views], values: optim.Values) -> tuple[Tensor, Tensor]:
         """The losses in the order of `method.Losses`, mean over the micro-batches, and whether the step was good."""
@@ -56,12 +57,13 @@ class Step:
             return self._take(views, self._told(values), values.frozen)
         (made,) = views
         frozen = values.frozen
-        if frozen not in self.recorded:
+        kind = *frozen, made.masks and len(made.masks.index)
+        if kind not in self.recorded:
             self.recorded.clear()  # first, since each holds the memory of a step
             # a temperature that is not a number makes a loss that is not, and such a step changes nothing
             void = optim.Values(0.0, 0.0, 1.0, float("nan"), *frozen)
             try:
-                self.recorded[frozen] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
+                self.recorded[kind] = Recorded(lambda v, n: self._take([v], n, frozen), made, void.numbers)
             except (torch.OutOfMemoryError, UserError):
                 raise
             except Exception as error:  # before anything was recorded
@@ -71,7 +73,7 @@ class Step:
                 reason = " ".join(str(error).split())[:200]
                 print(f"the step could not be recorded as a CUDA graph, so it is slower ({reason})", file=sys.stderr)
                 return self._take([made], self._told(values), frozen)
-        losses, ok = self.recorded[frozen](made, values.numbers)
+        losses, ok = self.recorded[kind](made, values.numbers)
         return losses, ok
 
     def _told(self, values: optim.Values) -> optim.Values | Tensor:

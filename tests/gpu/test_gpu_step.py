@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from adclr.views import plan
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_step_never_waits_for_the_gpu(recorded: bool) -> None:
+def test_a_step_never_waits_for_the_gpu(recorded: bool, masked_weight: float) -> None:
     """Views, forward, backward, update, teacher and centers, with the debug mode in which waiting is an error."""
     from adclr import optim
     from adclr.step import Step
 
-    settings = build(Settings, {"masked_weight": 0.0 if recorded else 1.0, "num_prototypes": 4096})
+    settings = build(Settings, {"masked_weight": masked_weight, "num_prototypes": 4096})
     method = jobs.build(settings).to(CUDA)
     packed = pack(images_of(8), pin=True)
     made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
@@ -82,7 +84,8 @@ def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recor
     return method, losses
 
 
-def test_a_recorded_step_is_the_step() -> None:
+@pytest.mark.parametrize("masked_weight", [0.0, 1.0])
+def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     """Drop path, temperature, weight decay, the frozen last layer, teacher and centers: to the bit as without.
 
     Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
@@ -90,7 +93,7 @@ def test_a_recorded_step_is_the_step() -> None:
     """
     from adclr.speed import repeatable
 
-    settings, views = default_views(8, CUDA, **SMALL)
+    settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
     with repeatable(True):
         plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
         again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
@@ -123,9 +126,107 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
 
 
+def test_a_batch_that_hides_more_than_there_is_room_for_is_recorded_anew() -> None:
+    from adclr import optim
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL, masked_weight=1.0)
+    assert views.masks is not None
+    more = replace(views.masks, index=views.masks.index[:-3], weight=views.masks.weight[:-3])  # another number
+    method = jobs.build(settings).to(CUDA)
+    step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    for made in (views, replace(views, masks=more), views):
+        losses, ok = step([made], values)
+        assert ok.item()
+        assert losses.isfinite().all()
+        assert len(step.recorded) == 1
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host waits in the midst of the recording, which CUDA forbids; to the bit as if none had been tried."""
+    from adclr import optim
+    from adclr.method import ADCLR
+    from adclr.speed import repeatable
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL)
+    update, waited = ADCLR.update, []
+
+    def waiting(method: ADCLR, momentum: torch.Tensor, ok: torch.Tensor, head_only: bool = False) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            waited.append(True)
+            ok.item()
+        update(method, momentum, ok, head_only)
+
+    with repeatable(True):
+        _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
+        monkeypatch.setattr(ADCLR, "update", waiting)
+        method = jobs.build(settings).to(CUDA)
+        step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+        current, losses = torch.cuda.current_stream(), []
+        for number in range(6):
+            torch.manual_seed(1000 + number)
+            values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+            found, ok = step([views], values)
+            losses.append(found.tolist())
+            assert ok.item()
+    assert len(waited) == 1
+    assert not step.record
+    assert not step.recorded
+    assert "could not be recorded as a CUDA graph" in capsys.readouterr().err
+    assert losses == expected
+    assert np.isfinite(losses).all()
+    assert torch.cuda.current_stream() == current
+    # memory is taken and given back, and random numbers follow the seed
+    before = torch.cuda.memory_allocated()
+    large = torch.ones(2**26, device=CUDA)
+    assert large.sum().item() == 2**26
+    del large
+    assert torch.cuda.memory_allocated() == before
+    torch.manual_seed(3)
+    first = torch.rand(5, device=CUDA)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(5, device=CUDA), first)
+    assert torch.ones(3).pin_memory().to(CUDA, non_blocking=True).sum().item() == 3
+
+
+def test_after_a_failed_recording_another_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a later run in the same process; an error of Python's, which leaves the recording whole, is put back too."""
+    from adclr import optim
+    from adclr.method import ADCLR
+    from adclr.step import Step
+
+    settings, views = default_views(8, CUDA, **SMALL)
+    update = ADCLR.update
+    for waits in (True, False):
+
+        def failing(
+            method: ADCLR, momentum: torch.Tensor, ok: torch.Tensor, head_only: bool = False, waits: bool = waits
+        ) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                if waits:
+                    torch.cuda.synchronize()
+                raise ValueError("not while it is recorded")
+            update(method, momentum, ok, head_only)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ADCLR, "update", failing)
+            method = jobs.build(settings).to(CUDA)
+            optimizer = optim.make_optimizer(method.student, settings)
+            step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
+            _, ok = step([views], optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False))
+            assert ok.item()
+            assert not step.record
+        _, losses = steps_of(settings, views, 3, compiled=False, recorded=True)
+        assert np.isfinite(losses).all()
+
+
 @pytest.mark.parametrize("masked_weight", [0.0, 1.0])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, masked_weight: float) -> None:
-    """Compiled and recorded (masked, compiled alone), as a user runs it, by the kernels."""
+    """Compiled and recorded, as a user runs it, by the kernels."""
     images = write_scenes(tmp_path / "scenes")
     changes = for_kernels(masked_weight=masked_weight, checkpoint_every_steps=5, keep_checkpoints=9)
     whole = package.pretrain(images / "train", out=tmp_path / "whole", **changes)

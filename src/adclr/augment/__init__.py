@@ -91,7 +91,7 @@ def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tu
         global_crops,
         local_crops,
         None if queries is None else queries.transpose(0, 1).contiguous(),
-        None if plan.masks is None else _masks(plan.masks, packed.bytes.device),
+        None if plan.masks is None else _masks(plan.masks, packed.bytes.device, plan.room),
     )
 
 
@@ -139,10 +139,17 @@ def crop(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size
     return make(packed.bytes, packed.offsets, packed.sizes, boxes, flip, size, packed.num_channels)
 
 
-def _masks(grid: NDArray[np.bool_], device: torch.device) -> Masks:
+def _masks(grid: NDArray[np.bool_], device: torch.device, room: int) -> Masks:
     """Where the hidden patches lie is worked out on the host, so that the device need not be asked."""
     by_view = grid.transpose(1, 0, 2)  # 2×B×N
+    index, weight = _hidden(by_view, room if device.type == "cuda" else 0)
+    return Masks(send(by_view, device), send(index, device), send(weight, device))
+
+
+def _hidden(by_view: NDArray[np.bool_], room: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Places and weights of hidden patches; what is left of the room has patches that are not hidden, of weight 0."""
     hidden = np.maximum(1, by_view.sum(axis=-1, keepdims=True))
-    weight = np.broadcast_to(1.0 / (hidden * by_view.shape[0] * by_view.shape[1]), by_view.shape)
+    weight = np.where(by_view, 1.0 / (hidden * by_view.shape[0] * by_view.shape[1]), 0.0).reshape(-1)
     index = np.flatnonzero(by_view)
-    return Masks(send(by_view, device), send(index, device), send(weight.reshape(-1)[index].astype(np.float32), device))
+    index = np.concatenate([index, np.flatnonzero(~by_view)[: max(0, room - len(index))]])
+    return index, weight[index].astype(np.float32)
