@@ -39,7 +39,13 @@ def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: AR
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where it is asked for, or by default on a GPU; None is float32 throughout."""
-    if precision == "bfloat16" or (precision == "auto" and device.type == "cuda"):
+    """bfloat16 where it is asked for, or by default on a GPU that has it; None is float32 throughout."""
+    if precision == "bfloat16" or (precision == "auto" and device.type == "cuda" and _has_bfloat16()):
         return torch.bfloat16
     return None
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """PyTorch imitates it on older GPUs (T4, V100), which is slower than float32."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -12,6 +12,7 @@ import test_kernels
 import test_mlp
 import test_norm
 import test_nvjpeg
+from adclr import devices, gpu_code
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +24,12 @@ def gathered(module: ModuleType) -> type:
     """
     members = {name: staticmethod(value) for name, value in vars(module).items() if callable(value)}
     return type(module.__name__, (), members | {"pytestmark": getattr(module, "pytestmark", [])})
+
+
+def test_they_are_possible_here() -> None:
+    """Where one cannot be launched all others are left out, and everything works, slowly."""
+    devices.choose("cuda")
+    assert gpu_code.possible
 
 
 TestAttention = gathered(test_attention)
