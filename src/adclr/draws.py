@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST = np.uint64(31)
 
 
 def key_of(text: str) -> int:
@@ -24,9 +26,10 @@ def key_of(text: str) -> int:
 
 def mix(x: Words) -> Words:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit in moves every bit out."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    for shift, factor in _ROUNDS:
+        x = x ^ (x >> shift)
+        x *= factor
+    return x ^ (x >> _LAST)
 
 
 def combine(*numbers: int) -> int:

@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+NEUTRAL = np.array([1.0, 1.0, 1.0, 0.0])  # brightness, contrast, saturation: factors; hue: a shift
+
 
 @dataclass(frozen=True)
 class Crops:
@@ -106,21 +108,31 @@ def _crops(
 ) -> Crops:
     views = settings.views
     shape = len(sizes), count
-    on = 1.0 if photometric and settings.model.num_channels == 3 else 0.0  # colours are changed in RGB only
+    colours = photometric and settings.model.num_channels == 3  # they are changed in RGB only
     strengths = np.array([views.brightness, views.contrast, views.saturation, views.hue])
-    middle = np.array([1.0, 1.0, 1.0, 0.0])
-    sigma = draws.uniform(f"{kind} sigma", count, low=views.blur_sigma[0], high=views.blur_sigma[1])
-    blurred = draws.chance(f"{kind} blur", np.broadcast_to(np.asarray(blur, np.float64), shape), count)
+    factors, order = np.broadcast_to(NEUTRAL, (*shape, 4)), np.broadcast_to(np.arange(4), (*shape, 4))
+    if colours and views.jitter:
+        factors = NEUTRAL + strengths * draws.uniform(f"{kind} factors", count, 4, low=-1.0, high=1.0)
+        order = draws.permutation(f"{kind} order", 4, count)
+    sigma = np.zeros(shape)
+    if np.any(blur):
+        sigma = draws.uniform(f"{kind} sigma", count, low=views.blur_sigma[0], high=views.blur_sigma[1])
+
+    def chance(what: str, probability: float | tuple[float, float], wanted: bool = True) -> Bools:
+        if not wanted or not np.any(probability):  # what cannot be is not drawn: half of the time this takes
+            return np.zeros(shape, np.bool_)
+        return draws.chance(f"{kind} {what}", np.broadcast_to(np.asarray(probability, np.float64), shape), count)
+
     return Crops(
         size=size,
         boxes=crop_boxes(draws, kind, count, sizes, scale, views.aspect_ratio),
-        flip=draws.chance(f"{kind} flip", views.flip, count),
-        jitter=draws.chance(f"{kind} jitter", views.jitter * on, count),
-        factors=middle + strengths * draws.uniform(f"{kind} factors", count, 4, low=-1.0, high=1.0),
-        order=draws.permutation(f"{kind} order", 4, count),
-        grey=draws.chance(f"{kind} grey", views.grey * on, count),
-        sigma=np.where(blurred, sigma, 0.0),
-        solarise=draws.chance(f"{kind} solarise", np.broadcast_to(np.asarray(solarise, np.float64) * on, shape), count),
+        flip=chance("flip", views.flip),
+        jitter=chance("jitter", views.jitter, colours),
+        factors=factors,
+        order=order,
+        grey=chance("grey", views.grey, colours),
+        sigma=np.where(chance("blur", blur), sigma, 0.0),
+        solarise=chance("solarise", solarise, colours),
     )
 
 
