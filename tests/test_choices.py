@@ -29,7 +29,7 @@ GIB = 2**30
             224,
             140 * GIB,
             "adclr_small",
-            {"views.global_size": 224, "model.patch_size": 16, "train.batch_size": 128},
+            {"views.global_size": 224, "model.patch_size": 16, "train.batch_size": 64},
         ),
         (60_000, 32, 24 * GIB, "adclr_small", {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 4}),
         (

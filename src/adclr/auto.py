@@ -16,7 +16,8 @@ from adclr.workers import Workers, result
 SAMPLE = 200  # images whose headers are read
 SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
 LARGE_COLLECTION = 1_000_000
-STEPS = 20_000  # about what a small collection is trained for
+STEPS = 30_000  # about what a small collection is trained for: 200 epochs of 10 000 images in batches of 64
+BATCH = 64  # of a small collection: at equal epochs better than 128, since there are more steps (docs/log.md)
 GIB = 2**30
 
 
@@ -68,6 +69,7 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
         reasons.append(f"recipe {recipe}: {what}")
         if side > 128:
             settings |= {"model.patch_size": 16, "views.global_size": 224, "views.local_size": 96}
+            settings |= {"views.blur_sigma": [0.1, 2.0]}
             reasons.append(f"views of 224 and 96 pixels, patches of 16: images of about {side} pixels have them")
         elif side < 64:
             size = max(16, side // 4 * 4)
@@ -79,7 +81,7 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
             local = max(16, size // 2 // 8 * 8)
             settings |= {"model.patch_size": 8, "views.global_size": size, "views.local_size": local}
             reasons.append(f"views of {size} and {local} pixels, patches of 8: the images are about {side} pixels")
-        batch = min(128, 2 ** max(0, (num_images // 8).bit_length() - 1))
+        batch = min(BATCH, 2 ** max(0, (num_images // 8).bit_length() - 1))
         per_epoch = max(1, num_images // batch)
         epochs = int(min(800, max(20, round(STEPS / per_epoch))))
         settings |= {
