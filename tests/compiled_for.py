@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from adclr import attention, augment, fused, mlp, norm, trial_kernels
-from adclr.augment import frame_kernels, kernels
+from adclr.augment import frame_kernels, launch_kernels
 from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
@@ -95,9 +95,8 @@ def views(global_size: int, local_size: int, patch: int) -> None:
         {"views": {"global_size": global_size, "local_size": local_size, "jitter": 1.0}, "model": {"patch_size": patch}}
     )
     planned = plan(settings, 0, np.array([key_of("1")], np.uint64), packed.sizes)
-    for crops in (planned.global_crops, planned.local_crops, planned.queries):
-        assert crops is not None
-        kernels.render_crops(packed, crops, settings.data.mean, settings.data.std)
+    kinds = [planned.global_crops, planned.local_crops, planned.queries]
+    launch_kernels.render_crops(packed, [crops for crops in kinds if crops], settings.data.mean, settings.data.std)
     frames = np.array([[256, 341, 16, 58, 224, 224]])
     frame_kernels.resize(packed, frames, np.zeros(1, np.int64), torch.zeros(3 * 224 * 224, dtype=torch.uint8))
 

@@ -23,10 +23,10 @@ def launched() -> set[str]:
     """module.kernel of all that the program launches, by its source."""
     names = set()
     for file in Path(adclr.__path__[0]).rglob("*.py"):
-        text, module = file.read_text(), file.stem
-        own = re.findall(r"^ *(_\w+)\[\(", text, re.MULTILINE)
-        of_another = re.findall(r"kernels\.(_\w+)\[\(", text)
-        names |= {f"{module}.{name}" for name in own} | {f"{module}_kernels.{name}" for name in of_another}
+        text = file.read_text()
+        names |= {f"{file.stem}.{name}" for name in re.findall(r"^ *(_\w+)\[\(", text, re.MULTILINE)}
+        if another := re.search(r"import (\w*kernels)(?: as kernels)?$", text, re.MULTILINE):
+            names |= {f"{another[1]}.{name}" for name in re.findall(r"kernels\.(_\w+)\[\(", text)}
     return names
 
 

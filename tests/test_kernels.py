@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from adclr import augment, scenes
-from adclr.augment import kernels
+from adclr.augment import kernels, launch_kernels
 from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
@@ -56,7 +56,7 @@ def both(settings: Settings, kind: str, images: list[np.ndarray]) -> tuple[torch
     crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
     channels = packed.num_channels
     mean, std = (np.resize(numbers, channels).tolist() for numbers in (MEAN, STD))
-    fast = kernels.render_crops(packed, crops, tuple(mean), tuple(std)).cpu()
+    fast = launch_kernels.render_crops(packed, [crops], tuple(mean), tuple(std))[0].cpu()
     plain = augment._render(packed, crops, tuple(mean), tuple(std)).cpu()
     assert fast.shape == plain.shape
 
@@ -117,7 +117,7 @@ def test_a_view_does_not_hang_on_its_neighbours_by_one_bit() -> None:
     def views(chosen: list[int]) -> torch.Tensor:
         packed = augment.pack([images[i] for i in chosen]).to(DEVICE)
         crops = plan(settings, 0, keys[chosen], packed.sizes).global_crops
-        return kernels.render_crops(packed, crops, MEAN, STD)
+        return launch_kernels.render_crops(packed, [crops], MEAN, STD)[0]
 
     assert torch.equal(views([0, 1, 2, 3])[:, 2], views([2])[:, 0])
 
@@ -142,7 +142,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
     if kind == "queries":
         assert crops.flip.any()
         assert not crops.flip.all()
-    found = kernels.render_crops(packed, crops, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)).cpu()
+    found = launch_kernels.render_crops(packed, [crops], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))[0].cpu()
     for number, photo in enumerate(photos):
         for place, (top, left, height, width) in enumerate(crops.boxes[number]):
             theirs = Image.fromarray(photo.transpose(1, 2, 0)).crop((left, top, left + width, top + height))
@@ -158,6 +158,6 @@ def test_one_crop_of_each_image_and_nothing_else() -> None:
     height, width = packed.sizes.T
     boxes = np.stack([height // 4, width // 5, height // 2, width - width // 5], axis=1)
     flip = np.array([True, False, False, True])
-    fast = kernels.resize_crops(packed, boxes, flip, 24)
+    fast = launch_kernels.resize_crops(packed, boxes, flip, 24)
     slow = augment.resample_each(packed.bytes.cpu(), packed.offsets, packed.sizes, boxes, flip, 24)
     torch.testing.assert_close(fast.cpu(), slow, rtol=0, atol=NEAR / 255)

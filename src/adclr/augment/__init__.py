@@ -77,16 +77,16 @@ class Views:
 @torch.no_grad()
 def render(packed: Packed, plan: planning.Plan, mean: tuple[float, ...], std: tuple[float, ...]) -> Views:
     """All views of a batch, normalised, float32."""
-    make_crops = _render
+    kinds = [crops for crops in (plan.global_crops, plan.local_crops, plan.queries) if crops is not None]
     if packed.bytes.is_cuda and gpu_code.possible:
-        from adclr.augment.kernels import render_crops as make_crops
+        from adclr.augment.launch_kernels import render_crops
 
-    def make(crops: planning.Crops | None) -> Tensor | None:
-        """V×B×C×S×S"""
-        return None if crops is None else make_crops(packed, crops, mean, std)
-
-    global_crops, local_crops, queries = make(plan.global_crops), make(plan.local_crops), make(plan.queries)
-    assert global_crops is not None
+        made = iter(render_crops(packed, kinds, mean, std))
+    else:
+        made = (_render(packed, crops, mean, std) for crops in kinds)
+    global_crops = next(made)
+    local_crops = None if plan.local_crops is None else next(made)
+    queries = None if plan.queries is None else next(made)
     return Views(
         global_crops,
         local_crops,
@@ -132,7 +132,7 @@ def crop(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size
     """One crop of each image, B×C×size×size in [0, 1]: cut out, resized, perhaps flipped, and nothing else."""
     device = packed.bytes.device
     if device.type == "cuda" and gpu_code.possible:
-        from adclr.augment.kernels import resize_crops
+        from adclr.augment.launch_kernels import resize_crops
 
         return resize_crops(packed, boxes, flip, size)
     make = resample if device.type == "cuda" else resample_each
