@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from scipy import stats
@@ -19,7 +22,7 @@ from adclr import scenes
 from adclr.config import UserError
 from adclr.study import conduct, figure, outline, table
 from adclr.study.outline import read
-from adclr.study.results import Results
+from adclr.study.results import Results, keep_scores
 from adclr.study.table import Sample
 from tiny import TINY, Adclr
 
@@ -87,9 +90,51 @@ def test_a_default_that_has_changed_since_is_noticed(tmp_path: Path) -> None:
     file.write_text(json.dumps({**known, "training": {}, "evaluations": {}}))
     with pytest.raises(UserError, match=r"optim\.clip_norm=7\.0, which is 3\.0 now; delete it or set"):
         kept.of(found.cells[0])
-    file.write_text("[]")
-    with pytest.raises(UserError, match="is not the result of a run"):
-        kept.of(found.cells[0])
+
+
+DAMAGED: dict[str, Any] = {
+    "cut short": '{"settings": {',
+    "not text": b"\xff\xfe\x00",
+    "a list": "[]",
+    "settings": {"settings": []},
+    "training": {"training": None},
+    "its last numbers": {"training": {"last": []}},
+    "evaluations": {"evaluations": []},
+    "an evaluation": {"evaluations": {"x": []}},
+    "scores": {"evaluations": {"x": {"scores": [1]}}},
+    "provenance": {"provenance": ["a"]},
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGED))
+def test_a_damaged_result_is_named(tmp_path: Path, damage: str) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path), {("demo", 0): 50.0})
+    file, change = results.file(found.cells[0]), DAMAGED[damage]
+    assert results.of(found.cells[0]) is not None
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change)
+    file.write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(UserError, match=rf"{file.name} is not the result of a run; delete it"):
+        results.of(found.cells[0])
+
+
+def test_scores_made_with_another_default_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path), {("demo", 0): 50.0})
+    (cell,), (one,) = found.cells, found.outline.evaluations.values()
+    keep_scores(results.file(cell), one, {"knn_top1_k3": 51.0}, 1.0)
+    assert results.complete(found, cell)
+    written = json.loads(results.file(cell).read_text())
+    written["evaluations"][one.key]["built"] |= {"gone": 1, "temperature": 0.09}
+    results.file(cell).write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"scores of knn made with temperature=0\.09, which is 0\.07 now"):
+        results.complete(found, cell)
+
+
+def test_a_number_that_is_none_is_not_shown(tmp_path: Path) -> None:
+    """A loss that was NaN at the end, which JSON of Python keeps."""
+    scores = {("demo", seed): float("nan") if seed else 50.0 for seed in (0, 1)}
+    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1]), scores)
+    assert "| demo | 50.0 |" in table.page(found, results, table.collect(found, results), None)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -219,6 +264,17 @@ def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> Non
     json.dumps(told)
 
 
+def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:
+    file = study(tmp_path, seeds=[0, 1])
+    kept(tmp_path / "results", file, {("demo", 0): 50.0, ("demo", 1): 52.0})
+    other = KNN | {"data": "flowers"}
+    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1], evaluations={"a": KNN, "b": other}), {})
+    lines = table.page(found, results, table.collect(found, results), None).splitlines()
+    assert "**Not scored yet: b of 2 runs.**" in lines
+    assert "|  | a | minutes | GiB | images/s | seeds |" in lines
+    assert not any("runs are missing" in line for line in lines)
+
+
 def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
     file = study(tmp_path, evaluations={"kNN": KNN | {"score": "top1"}})
     found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
@@ -298,6 +354,64 @@ def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, 
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_what_has_no_data_here_waits_and_weights_can_come_from_elsewhere(
+    tmp_path: Path, photos: Path, adclr: Adclr
+) -> None:
+    flowers = KNN | {"data": "flowers"}
+    file = study(tmp_path / "studies", **REAL | {"evaluations": {"kNN": KNN, "flowers": flowers}})
+    known = [f"photos={photos}", f"cars={tmp_path}"]  # one list for several studies
+    first = adclr("study", file, "--out", tmp_path / "runs", *known)
+    assert first.returncode == 0, first.stderr
+    assert "not used by this study: cars" in first.stdout
+    assert "left out, since it was not said where their data lies (flowers=DIR): flowers\n" in first.stdout
+    assert "**Not scored yet: flowers of 2 runs.**" in first.stdout
+    # on another machine, which has the weights and the flowers, but not the photos
+    for run in (tmp_path / "runs").glob("*/backbone.*"):
+        (tmp_path / "brought" / run.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(run, tmp_path / "brought" / run.parent.name)
+    scored = adclr("study", file, "--out", tmp_path / "brought", f"flowers={photos}")
+    assert scored.returncode == 0, scored.stderr
+    assert "Not scored yet" not in scored.stdout
+    assert "again" not in scored.stdout
+    assert not list((tmp_path / "brought").glob("*/metrics.jsonl"))  # nothing was trained
+    # without the weights it is trained again, and said to be
+    more = study(tmp_path / "studies", **REAL | {"evaluations": {"cars": KNN | {"data": "cars"}}})
+    again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}")
+    assert "1 runs are missing; say where the data lies to make them: photos=DIR" in again.stdout
+    again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}", f"photos={photos}")
+    assert "1 runs are trained again to be scored, since their weights are not in" in again.stdout
+    assert "1 runs, 1 of them done" not in again.stdout
+
+
+def test_runs_end_with_a_study_that_is_killed(tmp_path: Path, photos: Path) -> None:
+    settings = {**TINY, "train.epochs": 1000, "train.checkpoint_every_steps": 100_000}
+    file = study(tmp_path / "studies", settings=settings)
+    command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={photos}"]
+    process = subprocess.Popen([sys.executable, "-m", "adclr", *command], stdout=subprocess.DEVNULL)
+    run = tmp_path / "runs" / read(file).cells[0].key
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
+    process.kill()
+    process.wait()
+    wait_for(lambda: any(run.glob("checkpoints/step_*/manifest.json")))
+    with open(run / ".lock", "ab") as lock:
+        wait_for(lambda: not locked(lock))
+
+
+def locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
     changes = REAL | {"settings": {**TINY, "train.epochs": 15, "train.checkpoint_every_steps": 1000}, "arms": {}}
     file = study(tmp_path / "studies", **(changes | {"control": None}))
@@ -336,7 +450,8 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     assert box.returncode == 0, box.stderr
     assert "1 runs were not begun, since the time was up" in box.stdout
     for words, message in (
-        ([f"pictures={photos}"], "uses no data called 'pictures'; it uses: photos"),
+        ([f"pictures={tmp_path}/no"], "uses no data called 'pictures'; it uses: photos"),
+        ([f"photos={photos}", "epochs=3"], "uses no data called 'epochs'"),  # a setting is not passed over
         ([f"photos={tmp_path}/no"], "does not exist; check the path"),
         ([f"photos={tmp_path}/studies"], "seed 0: "),  # a run that cannot be scored says why
     ):
@@ -363,22 +478,25 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     assert "say where the data lies to make them: photos=DIR" in nothing.stdout
 
 
-def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are real; in the place of Python they are a script that fails for one of the two runs."""
+@pytest.mark.parametrize("code", [9, 2])
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The processes are real; in the place of Python they are a script that fails for one of the three runs."""
     program = tmp_path / "python"
     program.write_text(
-        '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit 9\necho done >> ran\n'
+        '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit CODE\necho done >> ran\n'.replace(
+            "CODE", str(code)
+        )
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.chdir(tmp_path)
-    arms = {"bad": {"settings": {"depth": 1}}, "good": None}
+    arms = {"fine": {"settings": {"depth": 3}}, "bad": {"settings": {"depth": 1}}, "good": None}
     found, place = read(study(tmp_path, arms=arms)), conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None])
     with pytest.raises(UserError) as caught:
         conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
-    assert str(caught.value).startswith("1 of 2 runs failed, first bad, seed 0 (working on ")
+    assert str(caught.value).startswith("1 of 3 runs failed, first bad, seed 0 (working on ")
     assert "the same command tries again" in str(caught.value)
-    assert (tmp_path / "ran").read_text() == "done\n"  # the one behind it
+    assert (tmp_path / "ran").read_text() == "done\ndone\n"  # the one behind it too
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")
