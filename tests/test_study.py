@@ -16,26 +16,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from scipy import stats
 
 from adclr import scenes
 from adclr.config import UserError
-from adclr.study import conduct, figure, outline, table
+from adclr.study import conduct, outline, table
 from adclr.study.outline import read
 from adclr.study.results import Results, keep_scores
-from adclr.study.table import Sample
+from studied import KNN, SMALL, kept, study
 from tiny import TINY, Adclr
 
 STUDIES = Path(__file__).parent.parent / "studies"
-KNN = {"name": "knn", "data": "photos", "score": "knn_top1_k3", "settings": {"k": [3], "device": "cpu"}}
-SMALL = {"title": "A study", "data": "photos/train", "recipe": "demo", "evaluations": {"kNN": KNN}}
-
-
-def study(folder: Path, name: str = "one.yaml", **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(SMALL | changes))  # which is YAML too
-    return folder / name
-
 
 # -- which runs --
 
@@ -208,104 +198,6 @@ def test_ablations_share_their_runs() -> None:
     """A run that several of them ask for is made once."""
     for names in (("query_weight", "num_queries"), ("query_keys", "details", "query_scale", "collapse")):
         assert set.intersection(*({cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in names))
-
-
-# -- what is made of the numbers --
-
-
-def test_means_deviations_and_intervals() -> None:
-    own, control = Sample({0: 71.0, 1: 73.0, 2: 75.0, 9: 1.0}), Sample({0: 70.0, 1: 70.0, 2: 73.0})
-    apart = own.minus(control)  # 1, 3, 2 of the seeds that both have
-    assert dict(apart.by_seed) == {0: 1.0, 1: 3.0, 2: 2.0}
-    assert (apart.mean, apart.deviation) == (2.0, 1.0)
-    low, high = stats.t.interval(0.95, 2, loc=2.0, scale=1 / 3**0.5)
-    half = apart.half_width()
-    assert half is not None
-    assert (2 - half, 2 + half) == pytest.approx((low, high), abs=1e-3)
-    assert Sample({4: 1.0}).half_width() is None
-    assert Sample({}).mean is None
-
-
-def test_quantiles_are_students() -> None:
-    assert pytest.approx([stats.t.ppf(0.975, n) for n in range(1, len(table.T) + 1)], abs=6e-4) == table.T
-    assert pytest.approx(stats.t.ppf(0.975, len(table.T) + 4), abs=0.02) == table.T_LATER
-
-
-def kept(folder: Path, file: Path, scores: dict[tuple[str, int], float]) -> tuple[outline.Study, Results]:
-    """A study of which these runs are done, by label and seed."""
-    found, results = read(file), Results(folder)
-    for cell in found.cells:
-        if (cell.label, cell.seed) in scores:
-            score = {"knn_top1_k3": scores[cell.label, cell.seed], "knn_train": 5}
-            training = {"minutes": 2.0, "gib": 3.5, "images_per_second": 100.0, "last": {"rank_cls": 7.0}}
-            evaluations = {one.key: {"scores": score} for one in found.outline.evaluations.values()}
-            text = {**cell.known_by, "training": training, "evaluations": evaluations, "provenance": []}
-            results.file(cell).parent.mkdir(parents=True, exist_ok=True)
-            results.file(cell).write_text(json.dumps(text))
-    return found, results
-
-
-def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> None:
-    rank = {"name": "training", "score": "rank_cls", "digits": 2}
-    grid = {"views.num_queries": [10, 0]}
-    file = study(tmp_path, grid=grid, seeds=[0, 1], control="num_queries=0", evaluations={"kNN": KNN, "rank": rank})
-    scores = {("num_queries=10", 0): 50.0, ("num_queries=10", 1): 54.0, ("num_queries=0", 0): 49.0}
-    found, results = kept(tmp_path / "results", file, scores)
-    rows = table.collect(found, results)
-    text = table.page(found, results, rows, None)
-    lines = text.splitlines()
-    assert "**1 of 4 runs are missing: num_queries=0, seed 1.**" in lines
-    assert "| num_queries=0 (control) | 49.0 | 7.00 | 2.0 | 3.5 | 100 | 1 |" in lines
-    assert "| num_queries=10 | 52.0 ± 2.8 | 7.00 ± 0.00 | 2.0 | 3.5 | 100 | 2 |" in lines
-    assert "| num_queries=10 | +1.0 | +0.00 |" in lines  # of the one seed that both have
-    assert "`knn_top1_k3` of `adclr evaluate knn` on photos" in text
-    told = table.numbers(rows, "num_queries=0")
-    assert told["num_queries=10"]["kNN"]["difference"]["by_seed"] == {0: 1.0}
-    json.dumps(told)
-
-
-def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:
-    file = study(tmp_path, seeds=[0, 1])
-    kept(tmp_path / "results", file, {("demo", 0): 50.0, ("demo", 1): 52.0})
-    other = KNN | {"data": "flowers"}
-    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1], evaluations={"a": KNN, "b": other}), {})
-    lines = table.page(found, results, table.collect(found, results), None).splitlines()
-    assert "**Not scored yet: b of 2 runs.**" in lines
-    assert "|  | a | minutes | GiB | images/s | seeds |" in lines
-    assert not any("runs are missing" in line for line in lines)
-
-
-def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    file = study(tmp_path, evaluations={"kNN": KNN | {"score": "top1"}})
-    found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
-    with pytest.raises(UserError, match="knn has no score 'top1'; it has: knn_top1_k3, knn_train"):
-        table.collect(found, results)
-
-
-@pytest.mark.parametrize("with_grid", [False, True])
-def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> None:
-    arms = {"one & all": None, "<two>": {"settings": {"query_keys": "all"}}}
-    grid = {"views.num_queries": [1, 5]} if with_grid else {}
-    file = study(tmp_path, arms=arms, grid=grid, seeds=[0, 1])
-    labels = read(file).labels
-    scores = {(label, seed): 40.0 + 10 * n + seed for n, label in enumerate(labels) for seed in (0, 1)}
-    found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
-    assert text is not None
-    root = ET.fromstring(text)
-    dots = [node for node in root.iter("{http://www.w3.org/2000/svg}circle") if node.get("r") == "3"]
-    assert len(dots) == len(scores)
-    heights = [float(node.get("cy", 0)) for node in dots]
-    assert min(heights) > 0
-    assert heights == sorted(heights, reverse=True) or with_grid  # higher scores are drawn higher
-    shown = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "one & all" in shown
-    assert not with_grid or {"1", "5", "num_queries"} <= set(shown)
-
-
-def test_no_figure_of_nothing(tmp_path: Path) -> None:
-    found, results = kept(tmp_path / "results", study(tmp_path), {})
-    assert figure.draw(found, table.collect(found, results)) is None
 
 
 # -- real ones --
