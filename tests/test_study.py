@@ -194,9 +194,20 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
         assert evaluation.score == scores[evaluation.name]
 
 
+def test_collapse_is_looked_for_where_it_can_be() -> None:
+    """A local view has no queries: with any, `[CLS]` must match a view whose queries it cannot read."""
+    cells = read(STUDIES / "collapse.yaml").cells
+    assert {(cell.settings.views.num_queries, cell.settings.model.query_keys) for cell in cells} == {
+        (number, keys) for number in (1, 10, 144) for keys in ("image", "all")
+    }
+    for cell in cells:
+        assert cell.settings.views.num_local == 0 or cell.settings.method.queries_in_local_views
+        assert max(each.settings.views.num_queries for each in cells) >= (cell.settings.views.global_size // 8) ** 2
+
+
 def test_ablations_share_their_runs() -> None:
     """A run that several of them ask for is made once."""
-    for names in (("query_weight", "num_queries"), ("query_keys", "details", "query_scale", "collapse")):
+    for names in (("query_weight", "num_queries", "query_scale", "collapse"), ("query_keys", "details")):
         assert set.intersection(*({cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in names))
 
 
