@@ -236,7 +236,7 @@ def test_the_benchmark_of_dense_evaluations_runs() -> None:
 
 
 def test_costs_of_the_papers_runs_follow_from_measured_speed() -> None:
-    """docs/imagenet.md against images/s of docs/performance.md and the step that was bound by launches in docs/log.md."""
+    """docs/imagenet.md by images/s of docs/performance.md, and by the step that launches limited in docs/log.md."""
     measured = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     table = (ROOT / "docs/imagenet.md").read_text(encoding="utf-8").split("## Cost")[1].split("DINO takes")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]

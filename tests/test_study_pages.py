@@ -138,3 +138,15 @@ def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
 def test_no_figure_of_nothing(tmp_path: Path) -> None:
     found, results = kept(tmp_path / "results", study(tmp_path), {})
     assert figure.draw(found, table.collect(found, results)) is None
+
+
+def test_results_that_are_told_are_those_of_the_studies() -> None:
+    """Every row of docs/results.md is one of studies/results, and every figure it shows is there."""
+    root = Path(__file__).parent.parent
+    made = {line for page in (root / "studies/results").glob("*.md") for line in page.read_text().splitlines()}
+    told = (root / "docs/results.md").read_text(encoding="utf-8")
+    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in made] == []
+    for place in re.findall(r"\]\(([\w./]+)\)", told):
+        assert (root / "docs" / place).exists(), place
