@@ -233,3 +233,26 @@ def test_the_benchmark_of_dense_evaluations_runs() -> None:
     text = run(sys.executable, ROOT / "benchmarks" / "dense.py", *small, *sizes)
     for what in ("encode images", "ask a memory of 100", "step of upernet", "1 images, windows"):
         assert what in text
+
+
+def test_costs_of_the_papers_runs_follow_from_measured_speed() -> None:
+    """docs/imagenet.md by images/s of docs/performance.md, and by the step that launches limited in docs/log.md."""
+    measured = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs/imagenet.md").read_text(encoding="utf-8").split("## Cost")[1].split("DINO takes")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    launched = re.search(r"\| batch 64 \| (\d+) \|", (ROOT / "docs/log.md").read_text(encoding="utf-8"))
+    assert launched
+    network, checked = "", 0
+    for name, epochs, *shown in rows[1:]:
+        network = name.removeprefix("ADCLR, ") or network
+        speed = re.search(rf"\| ADCLR \(Q = 10\), {network}, batch (?:256|128) \| (\d+) \|", measured)
+        assert speed
+        for gpus, kept, hours in zip((1, 8, 32), (1.0, 0.98, 0.93), shown, strict=True):
+            limits = [0.88 * int(speed[1])]
+            by_launches = 1024 / gpus * int(launched[1]) / 64  # images/s of a GPU
+            if gpus > 1 and by_launches < limits[0]:
+                limits.append(by_launches)
+            expected = [1281167 * int(epochs) / 3600 / (gpus * kept * limit) for limit in limits]
+            assert [float(one) for one in hours.split("–")] == pytest.approx(expected, rel=0.03, abs=0.06)
+            checked += 1
+    assert checked == 15

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
-from scipy import stats
 
 from adclr import scenes
 from adclr.config import UserError
-from adclr.study import conduct, figure, outline, table
+from adclr.study import conduct, outline, table
 from adclr.study.outline import read
-from adclr.study.results import Results
-from adclr.study.table import Sample
+from adclr.study.results import Results, keep_scores
+from studied import KNN, SMALL, kept, study
 from tiny import TINY, Adclr
 
 STUDIES = Path(__file__).parent.parent / "studies"
-KNN = {"name": "knn", "data": "photos", "score": "knn_top1_k3", "settings": {"k": [3], "device": "cpu"}}
-SMALL = {"title": "A study", "data": "photos/train", "recipe": "demo", "evaluations": {"kNN": KNN}}
-
-
-def study(folder: Path, name: str = "one.yaml", **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(SMALL | changes))  # which is YAML too
-    return folder / name
-
 
 # -- which runs --
 
@@ -87,9 +80,51 @@ def test_a_default_that_has_changed_since_is_noticed(tmp_path: Path) -> None:
     file.write_text(json.dumps({**known, "training": {}, "evaluations": {}}))
     with pytest.raises(UserError, match=r"optim\.clip_norm=7\.0, which is 3\.0 now; delete it or set"):
         kept.of(found.cells[0])
-    file.write_text("[]")
-    with pytest.raises(UserError, match="is not the result of a run"):
-        kept.of(found.cells[0])
+
+
+DAMAGED: dict[str, Any] = {
+    "cut short": '{"settings": {',
+    "not text": b"\xff\xfe\x00",
+    "a list": "[]",
+    "settings": {"settings": []},
+    "training": {"training": None},
+    "its last numbers": {"training": {"last": []}},
+    "evaluations": {"evaluations": []},
+    "an evaluation": {"evaluations": {"x": []}},
+    "scores": {"evaluations": {"x": {"scores": [1]}}},
+    "provenance": {"provenance": ["a"]},
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGED))
+def test_a_damaged_result_is_named(tmp_path: Path, damage: str) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path), {("demo", 0): 50.0})
+    file, change = results.file(found.cells[0]), DAMAGED[damage]
+    assert results.of(found.cells[0]) is not None
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change)
+    file.write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(UserError, match=rf"{file.name} is not the result of a run; delete it"):
+        results.of(found.cells[0])
+
+
+def test_scores_made_with_another_default_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path), {("demo", 0): 50.0})
+    (cell,), (one,) = found.cells, found.outline.evaluations.values()
+    keep_scores(results.file(cell), one, {"knn_top1_k3": 51.0}, 1.0)
+    assert results.complete(found, cell)
+    written = json.loads(results.file(cell).read_text())
+    written["evaluations"][one.key]["built"] |= {"gone": 1, "temperature": 0.09}
+    results.file(cell).write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"scores of knn made with temperature=0\.09, which is 0\.07 now"):
+        results.complete(found, cell)
+
+
+def test_a_number_that_is_none_is_not_shown(tmp_path: Path) -> None:
+    """A loss that was NaN at the end, which JSON of Python keeps."""
+    scores = {("demo", seed): float("nan") if seed else 50.0 for seed in (0, 1)}
+    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1]), scores)
+    assert "| demo | 50.0 |" in table.page(found, results, table.collect(found, results), None)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -153,103 +188,27 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
     found = read(file)
     assert found.cells
     assert len({cell.key for cell in found.cells}) == len(found.cells)
-    scores = {"knn": "knn_top1_k20", "linear": "linear_top1", "finetune": "finetune_top1", "training": "rank_cls"}
+    scores = {"knn": "knn_top1_k20", "linear": "linear_top1", "finetune": "finetune_top1"}
     scores |= {"incontext": "incontext_miou", "segmentation": "segmentation_miou", "detection": "box_ap"}
     for evaluation in found.outline.evaluations.values():  # names that the tests of these evaluations have seen
-        assert evaluation.score == scores[evaluation.name]
+        assert evaluation.score == scores.get(evaluation.name) or evaluation.score in ("rank_cls", "queries_in_cls")
+
+
+def test_collapse_is_looked_for_where_it_can_be() -> None:
+    """A local view has no queries: with any, `[CLS]` must match a view whose queries it cannot read."""
+    cells = read(STUDIES / "collapse.yaml").cells
+    assert {(cell.settings.views.num_queries, cell.settings.model.query_keys) for cell in cells} == {
+        (number, keys) for number in (1, 10, 144) for keys in ("image", "all")
+    }
+    for cell in cells:
+        assert cell.settings.views.num_local == 0 or cell.settings.method.queries_in_local_views
+        assert max(each.settings.views.num_queries for each in cells) >= (cell.settings.views.global_size // 8) ** 2
 
 
 def test_ablations_share_their_runs() -> None:
     """A run that several of them ask for is made once."""
-    for names in (("query_weight", "num_queries"), ("query_keys", "details", "query_scale", "collapse")):
+    for names in (("query_weight", "num_queries", "query_scale", "collapse"), ("query_keys", "details")):
         assert set.intersection(*({cell.key for cell in read(STUDIES / f"{name}.yaml").cells} for name in names))
-
-
-# -- what is made of the numbers --
-
-
-def test_means_deviations_and_intervals() -> None:
-    own, control = Sample({0: 71.0, 1: 73.0, 2: 75.0, 9: 1.0}), Sample({0: 70.0, 1: 70.0, 2: 73.0})
-    apart = own.minus(control)  # 1, 3, 2 of the seeds that both have
-    assert dict(apart.by_seed) == {0: 1.0, 1: 3.0, 2: 2.0}
-    assert (apart.mean, apart.deviation) == (2.0, 1.0)
-    low, high = stats.t.interval(0.95, 2, loc=2.0, scale=1 / 3**0.5)
-    half = apart.half_width()
-    assert half is not None
-    assert (2 - half, 2 + half) == pytest.approx((low, high), abs=1e-3)
-    assert Sample({4: 1.0}).half_width() is None
-    assert Sample({}).mean is None
-
-
-def test_quantiles_are_students() -> None:
-    assert pytest.approx([stats.t.ppf(0.975, n) for n in range(1, len(table.T) + 1)], abs=6e-4) == table.T
-    assert pytest.approx(stats.t.ppf(0.975, len(table.T) + 4), abs=0.02) == table.T_LATER
-
-
-def kept(folder: Path, file: Path, scores: dict[tuple[str, int], float]) -> tuple[outline.Study, Results]:
-    """A study of which these runs are done, by label and seed."""
-    found, results = read(file), Results(folder)
-    for cell in found.cells:
-        if (cell.label, cell.seed) in scores:
-            score = {"knn_top1_k3": scores[cell.label, cell.seed], "knn_train": 5}
-            training = {"minutes": 2.0, "gib": 3.5, "images_per_second": 100.0, "last": {"rank_cls": 7.0}}
-            evaluations = {one.key: {"scores": score} for one in found.outline.evaluations.values()}
-            text = {**cell.known_by, "training": training, "evaluations": evaluations, "provenance": []}
-            results.file(cell).parent.mkdir(parents=True, exist_ok=True)
-            results.file(cell).write_text(json.dumps(text))
-    return found, results
-
-
-def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> None:
-    rank = {"name": "training", "score": "rank_cls", "digits": 2}
-    grid = {"views.num_queries": [10, 0]}
-    file = study(tmp_path, grid=grid, seeds=[0, 1], control="num_queries=0", evaluations={"kNN": KNN, "rank": rank})
-    scores = {("num_queries=10", 0): 50.0, ("num_queries=10", 1): 54.0, ("num_queries=0", 0): 49.0}
-    found, results = kept(tmp_path / "results", file, scores)
-    rows = table.collect(found, results)
-    text = table.page(found, results, rows, None)
-    lines = text.splitlines()
-    assert "**1 of 4 runs are missing: num_queries=0, seed 1.**" in lines
-    assert "| num_queries=0 (control) | 49.0 | 7.00 | 2.0 | 3.5 | 100 | 1 |" in lines
-    assert "| num_queries=10 | 52.0 ± 2.8 | 7.00 ± 0.00 | 2.0 | 3.5 | 100 | 2 |" in lines
-    assert "| num_queries=10 | +1.0 | +0.00 |" in lines  # of the one seed that both have
-    assert "`knn_top1_k3` of `adclr evaluate knn` on photos" in text
-    told = table.numbers(rows, "num_queries=0")
-    assert told["num_queries=10"]["kNN"]["difference"]["by_seed"] == {0: 1.0}
-    json.dumps(told)
-
-
-def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    file = study(tmp_path, evaluations={"kNN": KNN | {"score": "top1"}})
-    found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
-    with pytest.raises(UserError, match="knn has no score 'top1'; it has: knn_top1_k3, knn_train"):
-        table.collect(found, results)
-
-
-@pytest.mark.parametrize("with_grid", [False, True])
-def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> None:
-    arms = {"one & all": None, "<two>": {"settings": {"query_keys": "all"}}}
-    grid = {"views.num_queries": [1, 5]} if with_grid else {}
-    file = study(tmp_path, arms=arms, grid=grid, seeds=[0, 1])
-    labels = read(file).labels
-    scores = {(label, seed): 40.0 + 10 * n + seed for n, label in enumerate(labels) for seed in (0, 1)}
-    found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
-    assert text is not None
-    root = ET.fromstring(text)
-    dots = [node for node in root.iter("{http://www.w3.org/2000/svg}circle") if node.get("r") == "3"]
-    assert len(dots) == len(scores)
-    heights = [float(node.get("cy", 0)) for node in dots]
-    assert min(heights) > 0
-    assert heights == sorted(heights, reverse=True) or with_grid  # higher scores are drawn higher
-    shown = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "one & all" in shown
-    assert not with_grid or {"1", "5", "num_queries"} <= set(shown)
-
-
-def test_no_figure_of_nothing(tmp_path: Path) -> None:
-    found, results = kept(tmp_path / "results", study(tmp_path), {})
-    assert figure.draw(found, table.collect(found, results)) is None
 
 
 # -- real ones --
@@ -298,6 +257,64 @@ def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, 
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_what_has_no_data_here_waits_and_weights_can_come_from_elsewhere(
+    tmp_path: Path, photos: Path, adclr: Adclr
+) -> None:
+    flowers = KNN | {"data": "flowers"}
+    file = study(tmp_path / "studies", **REAL | {"evaluations": {"kNN": KNN, "flowers": flowers}})
+    known = [f"photos={photos}", f"cars={tmp_path}"]  # one list for several studies
+    first = adclr("study", file, "--out", tmp_path / "runs", *known)
+    assert first.returncode == 0, first.stderr
+    assert "not used by this study: cars" in first.stdout
+    assert "left out, since it was not said where their data lies (flowers=DIR): flowers\n" in first.stdout
+    assert "**Not scored yet: flowers of 2 runs.**" in first.stdout
+    # on another machine, which has the weights and the flowers, but not the photos
+    for run in (tmp_path / "runs").glob("*/backbone.*"):
+        (tmp_path / "brought" / run.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(run, tmp_path / "brought" / run.parent.name)
+    scored = adclr("study", file, "--out", tmp_path / "brought", f"flowers={photos}")
+    assert scored.returncode == 0, scored.stderr
+    assert "Not scored yet" not in scored.stdout
+    assert "again" not in scored.stdout
+    assert not list((tmp_path / "brought").glob("*/metrics.jsonl"))  # nothing was trained
+    # without the weights it is trained again, and said to be
+    more = study(tmp_path / "studies", **REAL | {"evaluations": {"cars": KNN | {"data": "cars"}}})
+    again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}")
+    assert "1 runs are missing; say where the data lies to make them: photos=DIR" in again.stdout
+    again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}", f"photos={photos}")
+    assert "1 runs are trained again to be scored, since their weights are not in" in again.stdout
+    assert "1 runs, 1 of them done" not in again.stdout
+
+
+def test_runs_end_with_a_study_that_is_killed(tmp_path: Path, photos: Path) -> None:
+    settings = {**TINY, "train.epochs": 1000, "train.checkpoint_every_steps": 100_000}
+    file = study(tmp_path / "studies", settings=settings)
+    command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={photos}"]
+    process = subprocess.Popen([sys.executable, "-m", "adclr", *command], stdout=subprocess.DEVNULL)
+    run = tmp_path / "runs" / read(file).cells[0].key
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
+    process.kill()
+    process.wait()
+    wait_for(lambda: any(run.glob("checkpoints/step_*/manifest.json")))
+    with open(run / ".lock", "ab") as lock:
+        wait_for(lambda: not locked(lock))
+
+
+def locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
     changes = REAL | {"settings": {**TINY, "train.epochs": 15, "train.checkpoint_every_steps": 1000}, "arms": {}}
     file = study(tmp_path / "studies", **(changes | {"control": None}))
@@ -336,7 +353,8 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     assert box.returncode == 0, box.stderr
     assert "1 runs were not begun, since the time was up" in box.stdout
     for words, message in (
-        ([f"pictures={photos}"], "uses no data called 'pictures'; it uses: photos"),
+        ([f"pictures={tmp_path}/no"], "uses no data called 'pictures'; it uses: photos"),
+        ([f"photos={photos}", "epochs=3"], "uses no data called 'epochs'"),  # a setting is not passed over
         ([f"photos={tmp_path}/no"], "does not exist; check the path"),
         ([f"photos={tmp_path}/studies"], "seed 0: "),  # a run that cannot be scored says why
     ):
@@ -363,22 +381,25 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     assert "say where the data lies to make them: photos=DIR" in nothing.stdout
 
 
-def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are real; in the place of Python they are a script that fails for one of the two runs."""
+@pytest.mark.parametrize("code", [9, 2])
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The processes are real; in the place of Python they are a script that fails for one of the three runs."""
     program = tmp_path / "python"
     program.write_text(
-        '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit 9\necho done >> ran\n'
+        '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit CODE\necho done >> ran\n'.replace(
+            "CODE", str(code)
+        )
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.chdir(tmp_path)
-    arms = {"bad": {"settings": {"depth": 1}}, "good": None}
+    arms = {"fine": {"settings": {"depth": 3}}, "bad": {"settings": {"depth": 1}}, "good": None}
     found, place = read(study(tmp_path, arms=arms)), conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None])
     with pytest.raises(UserError) as caught:
         conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
-    assert str(caught.value).startswith("1 of 2 runs failed, first bad, seed 0 (working on ")
+    assert str(caught.value).startswith("1 of 3 runs failed, first bad, seed 0 (working on ")
     assert "the same command tries again" in str(caught.value)
-    assert (tmp_path / "ran").read_text() == "done\n"  # the one behind it
+    assert (tmp_path / "ran").read_text() == "done\ndone\n"  # the one behind it too
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")

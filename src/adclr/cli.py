@@ -140,7 +140,7 @@ def parser() -> Parser:
     study = commands.add_parser(
         "study",
         help="a grid of runs and their scores: what is missing is run",
-        epilog="NAME=DIR says where a data set of the study lies; without it the page is made of the results there are",
+        epilog="NAME=DIR says where a data set of the study lies; what needs one that is not named is left out",
     )
     study.add_argument("file", metavar="FILE", help="a study, such as studies/main.yaml")
     study.add_argument("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")

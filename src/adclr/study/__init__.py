@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from adclr import scenes
 from adclr.config import UserError
 from adclr.runs import check_writable, write_atomically, write_json
 from adclr.study import figure, table
-from adclr.study.conduct import Place, carry_out, gpus
-from adclr.study.outline import SCENES, Study, read
+from adclr.study.conduct import Place, carry_out, gpus, todo
+from adclr.study.outline import SCENES, Cell, Study, name_of, read
 from adclr.study.results import Results
 
 NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score
@@ -27,40 +27,67 @@ def run(
     minutes: float | None = None,
     at_once: int = 1,  # on each GPU
 ) -> Path:
-    """Runs what is missing and can be run, and writes the page; without data it is remade of what is there."""
+    """Runs what is missing and has its data at hand, and writes the page; without data of what is there already."""
     study = read(file)
     kept = Results(results if results is not None else file.parent / "results")
     check_writable(kept.folder)
     missing = [cell for cell in study.cells if not kept.complete(study, cell)]
     print(f"{study.outline.title}: {len(study.cells)} runs, {len(study.cells) - len(missing)} of them done", flush=True)
     folders = _folders(study, data)
-    unknown = sorted(study.data_names() - set(folders) - {SCENES})
-    left = missing
-    if missing and unknown:
-        words = " ".join(f"{name}=DIR" for name in unknown)
-        print(f"{len(missing)} runs are missing; say where the data lies to make them: {words}")
-    elif missing:
+    place = Place(out, folders, ())
+    possible = [cell for cell in missing if todo(study, cell, kept, place) is not None]
+    if missing:
+        _say_what_is_left_out(study, kept, missing, possible, folders)
+    if possible:
         check_writable(out)
         if SCENES in study.data_names():
             folders[SCENES] = _scenes(out / SCENES)
+        again = sum(kept.of(cell) is not None and not place.has_weights(cell) for cell in possible)
+        if again:
+            print(f"{again} runs are trained again to be scored, since their weights are not in {out}", flush=True)
         place = Place(out, folders, gpus() * at_once)
-        left = carry_out(study, missing, kept, place, minutes if minutes is not None else study.outline.minutes)
+        left = carry_out(study, possible, kept, place, minutes if minutes is not None else study.outline.minutes)
         if left:
             print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
     return _write(study, kept)
 
 
 def _folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
-    found = {}
-    for name, place in data.items():
-        if name not in study.data_names():
+    """Where data lies; of a list that serves several studies, what this one uses."""
+    found = {SCENES: Path()} if SCENES in study.data_names() else {}  # rendered when it is known that they are needed
+    unused = []
+    for name, said in data.items():
+        place = Path(str(said)).absolute()
+        if name in study.data_names():
+            if not place.is_dir():
+                raise UserError(f"folder {said} of {name} does not exist; check the path")
+            found[name] = place
+        elif place.is_dir():
+            unused.append(name)
+        else:
             raise UserError(
                 f"{study.file} uses no data called '{name}'; it uses: {', '.join(sorted(study.data_names()))}"
             )
-        found[name] = Path(str(place)).absolute()
-        if not found[name].is_dir():
-            raise UserError(f"folder {place} of {name} does not exist; check the path")
+    if unused:
+        print(f"not used by this study: {', '.join(unused)}")
     return found
+
+
+def _say_what_is_left_out(
+    study: Study, kept: Results, missing: Sequence[Cell], possible: Sequence[Cell], folders: Mapping[str, Path]
+) -> None:
+    """Which runs or scores must wait, since their data is not at hand."""
+    words = " ".join(f"{name}=DIR" for name in sorted(study.data_names() - set(folders)))
+    if len(possible) < len(missing):
+        print(f"{len(missing) - len(possible)} runs are missing; say where the data lies to make them: {words}")
+    unscored = {one.key for cell in possible for one in kept.missing(cell, study.outline.evaluations)}
+    columns = [
+        title
+        for title, one in study.outline.evaluations.items()
+        if one.key in unscored and one.data is not None and name_of(one.data) not in folders
+    ]
+    if columns:
+        print(f"left out, since it was not said where their data lies ({words}): {', '.join(columns)}", flush=True)
 
 
 def _scenes(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from adclr.config import UserError
 from adclr.progress import Line
 from adclr.runs import Run, write_json
-from adclr.study.outline import TRAINING, Cell, Study, locate
+from adclr.study.outline import Cell, Evaluation, Study, locate, name_of
 from adclr.study.results import Results, value
 
 LOOK = 0.2  # seconds between looks at what runs
@@ -33,6 +33,9 @@ class Place:
     out: Path  # a folder for each run, jobs/ for what each was told and what it said
     folders: Mapping[str, Path]  # of data sets, by name
     gpus: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at once
+
+    def has_weights(self, cell: Cell) -> bool:
+        return (self.out / cell.key / "backbone.safetensors").exists()
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,31 @@ def gpus() -> list[str | None]:
     return list(named.split(",")) if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
+def todo(study: Study, cell: Cell, results: Results, place: Place) -> list[Evaluation] | None:
+    """What can be scored with the data at hand of a run that is there or can be trained; None: nothing can be done."""
+    kept = results.of(cell)
+    there = cell.untrained or (kept is not None and place.has_weights(cell))
+    if not there and name_of(study.outline.data) not in place.folders:
+        return None
+    scored = [
+        one
+        for one in results.missing(cell, study.outline.evaluations)
+        if one.data is not None and name_of(one.data) in place.folders
+    ]
+    return scored if scored or (kept is None and not cell.untrained) else None
+
+
 def carry_out(study: Study, cells: Sequence[Cell], results: Results, place: Place, minutes: float | None) -> list[Cell]:
     """Runs cells in their order; those left out, since they would not have ended in time."""
     waiting, begun, free = list(cells), time.monotonic(), list(range(len(place.gpus)))
     workers: list[Worker] = []
     spent: list[float] = []  # seconds, of the runs that are done
     failed: list[str] = []
-    with Line("study", len(cells)) as line, _stopping(workers):
+    with Line("study", len(cells)) as line, _leash() as leash, _stopping(workers):
         while waiting or workers:
             late = minutes is not None and _late(begun, minutes, spent)
             while waiting and free and not late:
-                workers.append(_start(study, waiting.pop(0), results, place, free.pop(0)))
+                workers.append(_start(study, waiting.pop(0), results, place, free.pop(0), leash))
             for worker in [one for one in workers if one.process.poll() is not None]:
                 workers.remove(worker)
                 free.append(worker.slot)
@@ -73,7 +90,7 @@ def carry_out(study: Study, cells: Sequence[Cell], results: Results, place: Plac
                 if worker.process.returncode == 0:
                     spent.append(seconds)
                     line.say(f"{name}: {seconds:.0f} s; {_told(study, worker.cell, results)}")
-                elif worker.process.returncode == 2:  # a mistake that the next run would repeat
+                elif worker.process.returncode == 2 and not spent:  # a mistake that the next run would repeat
                     raise UserError(f"{name}: {_last_line(worker.log).removeprefix('adclr: ')}")
                 else:
                     failed.append(f"{name} ({_last_line(worker.log)}; {worker.log} has all)")
@@ -95,7 +112,7 @@ def _late(begun: float, minutes: float, spent: Sequence[float]) -> bool:
 
 @contextmanager
 def _stopping(workers: list[Worker]) -> Iterator[None]:
-    """Whatever ends this process, but kill -9, first lets those it has started save and end."""
+    """Whatever ends this process, but kill -9, first waits until those it has started have saved and ended."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -116,30 +133,42 @@ def _stopping(workers: list[Worker]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int) -> Worker:
+@contextmanager
+def _leash() -> Iterator[int]:
+    """A pipe that ends when this process does, by kill -9 too: those that hold its other end then save and end."""
+    held, own = os.pipe()
+    try:
+        yield held
+    finally:
+        os.close(held)
+        os.close(own)
+
+
+def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, leash: int) -> Worker:
     run, file = Run(place.out / cell.key), place.out / "jobs" / f"{cell.key}.json"
     job: dict[str, Any] = {
         "run": str(run.path),
         "result": str(results.file(cell)),
-        "data": locate(study.outline.data, place.folders),
+        "data": locate(study.outline.data, place.folders) if name_of(study.outline.data) in place.folders else None,
         "recipe": cell.recipe,
         "said": dict(cell.said),
         "known_by": cell.known_by,
         "untrained": cell.untrained,
         "evaluations": [
             {"evaluation": one.model_dump(mode="json"), "data": locate(one.data, place.folders)}
-            for one in results.missing(cell, study.outline.evaluations)
-            if one.data is not None and one.name != TRAINING
+            for one in todo(study, cell, results, place) or ()
+            if one.data is not None
         ],
     }
     write_json(file, job)
     gpu, log = place.gpus[slot], file.with_suffix(".log")
     with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "adclr.study.work", str(file)],
+            [sys.executable, "-u", "-m", "adclr.study.work", str(file), str(leash)],
             stdout=said,
             stderr=subprocess.STDOUT,
             env=os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+            pass_fds=[leash],
             process_group=0,  # Ctrl-C reaches this process alone, which then tells it, once
         )
     return Worker(cell, slot, run, log, process, time.monotonic())

@@ -37,6 +37,9 @@ from adclr.settings import Settings
 TRAINING = "training"  # in the place of an evaluation: a number of the run itself
 SCENES = "scenes"  # the data set that is built in
 PLACE = re.compile(r"(?:(?P<kind>\w+):)?(?P<name>[\w.-]+)(?P<below>(?:/[\w.-]+)*)")
+# Settings of an evaluation that say where and how, not what is computed
+FREE = {"weights", "data", "partial", "from_scratch", "max_unreadable", "num_workers", "device", "precision", "compile"}
+FREE |= {"pictures", "micro_batch_size", "test_batch_size", "checkpoint_minutes"}
 OWN = ("data.path", "train.seed")  # settings that a study says in its own words
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -70,6 +73,11 @@ class Evaluation(Section):
         """Its settings."""
         layers = evals.recipe_of(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
         return config.build(evals.module(self.name).Settings, *layers)
+
+    def computed(self) -> dict[str, Any]:
+        """All its settings that say what is computed, those at their default too, as JSON has them."""
+        flat = config.flatten(self.build("W", "D").model_dump(mode="json"))
+        return {path: value for path, value in flat.items() if path.rsplit(".", 1)[-1] not in FREE}
 
 
 class Arm(Section):

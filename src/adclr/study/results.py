@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from adclr.config import UserError
 from adclr.runs import Run, read_json, write_json
@@ -14,6 +18,24 @@ from adclr.study.outline import TRAINING, Cell, Evaluation, Study
 FACTS = ["started", "adclr", "commit", "python", "packages", "from_step", "device", "precision", "processes"]
 FACTS += ["micro_batch_size", "compiled", "images", "collection"]
 PROBES = ("epoch", "knn_top1", "image_matching", "patch_matching", "incontext_miou")
+
+
+class Scored(BaseModel):
+    scores: dict[str, Any]
+    built: dict[str, Any] = {}  # all its settings; results of before that was kept have none
+
+
+class Training(BaseModel):
+    last: dict[str, Any] = {}
+
+
+class Kept(BaseModel):
+    """What a file must be; it may say more."""
+
+    settings: dict[str, Any]
+    training: Training
+    evaluations: dict[str, Scored]
+    provenance: list[dict[str, Any]] = []
 
 
 class Results:
@@ -28,9 +50,11 @@ class Results:
         file = self.file(cell)
         if not file.exists():
             return None
-        found = read_json(file)
-        if not isinstance(found, dict) or not {"settings", "training", "evaluations"} <= set(found):
-            raise UserError(f"{file} is not the result of a run; delete it, and the run is made again")
+        try:
+            found: dict[str, Any] = json.loads(file.read_bytes())
+            Kept.model_validate(found)
+        except (ValueError, RecursionError):
+            raise UserError(f"{file} is not the result of a run; delete it, and the run is made again") from None
         wanted = cell.known_by["settings"]
         for path, value in found["settings"].items():
             # a default that was another when it was made: the key does not tell
@@ -46,6 +70,14 @@ class Results:
         found = self.of(cell)
         scored = {} if found is None else found["evaluations"]
         wanted = {one.key: one for one in evaluations.values()}  # two columns may be of one evaluation
+        for key, one in wanted.items():
+            built = one.computed() if key in scored and one.name != TRAINING else {}
+            for name, value in scored.get(key, {}).get("built", {}).items():
+                if name in built and built[name] != value:
+                    raise UserError(
+                        f"{self.file(cell)} has scores of {one.name} made with {name}={value}, which is {built[name]} "
+                        f"now; delete them there or set {name} in the study"
+                    )
         return [one for key, one in wanted.items() if found is None or (one.name != TRAINING and key not in scored)]
 
     def complete(self, study: Study, cell: Cell) -> bool:
@@ -63,7 +95,7 @@ def value(found: Mapping[str, Any] | None, evaluation: Evaluation) -> float | No
         number = scores.get(evaluation.score)
         if scores and number is None:
             raise UserError(f"{evaluation.name} has no score '{evaluation.score}'; it has: {', '.join(sorted(scores))}")
-    return float(number) if isinstance(number, int | float) else None
+    return float(number) if isinstance(number, int | float) and math.isfinite(number) else None
 
 
 def keep_training(file: Path, known_by: Mapping[str, Any], run: Run, untrained: bool) -> None:
@@ -98,6 +130,7 @@ def keep_scores(file: Path, evaluation: Evaluation, scores: Mapping[str, Any], s
         "data": evaluation.data,
         "recipe": evaluation.recipe,
         "settings": evaluation.settings,
+        "built": evaluation.computed(),
         "scores": numbers,
         "seconds": round(seconds, 1),
     }

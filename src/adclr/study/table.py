@@ -77,13 +77,10 @@ def collect(study: Study, results: Results) -> Rows:
 def page(study: Study, results: Results, rows: Rows, figure: str | None) -> str:
     """Markdown: what was asked, the scores, the differences, and how all of it was made."""
     outline = study.outline
-    evaluations = outline.evaluations
     parts = [f"# {outline.title}", outline.question] if outline.question else [f"# {outline.title}"]
-    missing = [cell for cell in study.cells if not results.complete(study, cell)]
-    if missing:
-        names = "; ".join(dict.fromkeys(f"{cell.label}, seed {cell.seed}" for cell in missing[:6]))
-        more = "; ..." if len(missing) > 6 else ""
-        parts.append(f"**{len(missing)} of {len(study.cells)} runs are missing: {names}{more}.**")
+    seen = {title for row in rows.values() for title in outline.evaluations if row[title].by_seed}
+    evaluations = {title: one for title, one in outline.evaluations.items() if title in seen} or outline.evaluations
+    parts += _missing(study, results)
     costs = [name for name in COSTS if any(row[name].by_seed for row in rows.values())]
     head = ["", *evaluations, *costs, "seeds"]
     body = []
@@ -104,8 +101,25 @@ def page(study: Study, results: Results, rows: Rows, figure: str | None) -> str:
         parts.append(_table(["", *evaluations], body))
     if figure:
         parts.append(f"![{outline.title}]({figure})")
-    parts.append(_protocol(study, results))
+    parts.append(_protocol(study, results, evaluations))
     return "\n\n".join(parts) + "\n"
+
+
+def _missing(study: Study, results: Results) -> list[str]:
+    """Which runs there are not, and which scores of those there are."""
+    missing = [cell for cell in study.cells if results.of(cell) is None]
+    there = [cell for cell in study.cells if results.of(cell) is not None]
+    lines = []
+    if missing:
+        names = "; ".join(dict.fromkeys(f"{cell.label}, seed {cell.seed}" for cell in missing[:6]))
+        more = "; ..." if len(missing) > 6 else ""
+        lines.append(f"**{len(missing)} of {len(study.cells)} runs are missing: {names}{more}.**")
+    unscored = [{one.key for one in results.missing(cell, study.outline.evaluations)} for cell in there]
+    counts = {title: sum(one.key in keys for keys in unscored) for title, one in study.outline.evaluations.items()}
+    words = [f"{title} of {count} runs" for title, count in counts.items() if count]
+    if words:
+        lines.append(f"**Not scored yet: {', '.join(words)}.**")
+    return lines
 
 
 def numbers(rows: Rows, control: str | None) -> dict[str, Any]:
@@ -151,7 +165,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _protocol(study: Study, results: Results) -> str:
+def _protocol(study: Study, results: Results, evaluations: Mapping[str, Evaluation]) -> str:
     """Data, settings, seeds, machines, commits, and the command."""
     outline = study.outline
     lines = [
@@ -159,7 +173,7 @@ def _protocol(study: Study, results: Results) -> str:
         + (f", with {', '.join(f'{k}={v}' for k, v in outline.settings.items())}" if outline.settings else "")
         + f". Seeds: {', '.join(map(str, outline.seeds))}."
     ]
-    for title, one in outline.evaluations.items():
+    for title, one in evaluations.items():
         if one.data is not None:
             said = ([f"recipe {one.recipe}"] if one.recipe else []) + [f"{k}={v}" for k, v in one.settings.items()]
             changed = f" with {', '.join(said)}" if said else ""

@@ -1,8 +1,14 @@
-"""One run of a study and its scores, in a process of its own: `python -m adclr.study.work JOB`, a file of JSON."""
+"""One run of a study and its scores, in a process of its own: `python -m adclr.study.work JOB [LEASH]`.
+
+JOB is a file of JSON, LEASH the number of a pipe that ends with the study.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +42,15 @@ def work(job: dict[str, Any]) -> None:
         results.keep_scores(result, evaluation, scores, time.monotonic() - started)
 
 
+def end_with(leash: int) -> None:
+    """Saves and ends when the study does, however that ends: nobody would know of a run that goes on by itself."""
+    os.read(leash, 1)  # nothing is ever written to it
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
+    if len(sys.argv) > 2:
+        threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
     try:
         work(read_json(Path(sys.argv[1])))
     except UserError as error:
