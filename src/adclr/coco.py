@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,13 @@ class Instances:
     def learned(self) -> NDArray[np.int64]:
         """Which images have an object that is no crowd."""
         return np.array([i for i, own in enumerate(self.objects) if any(not o.crowd for o in own)], np.int64)
+
+    def without(self, places: set[int]) -> Instances:
+        """The same less some images and what is in them."""
+        left = [place for place in range(len(self.photos)) if place not in places]
+        names, numbers = [self.photos.paths[i] for i in left], [self.numbers[i] for i in left]
+        photos, objects = Photos(self.photos.root, names), [self.objects[i] for i in left]
+        return replace(self, photos=photos, sizes=self.sizes[left], numbers=numbers, objects=objects)
 
     def dataset(self) -> dict[str, Any]:
         """In COCO's form again, for its measures."""

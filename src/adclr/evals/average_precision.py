@@ -29,7 +29,8 @@ def average_precision(
     left_out = "bbox" if kind == "mask" else "segmentation"
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(instances.dataset())
-        found = truth.loadRes([{k: v for k, v in one.items() if k != left_out} for one in detections])
+        told = [{k: v for k, v in one.items() if k != left_out} for one in detections]
+        found = truth.loadRes(told) if told else COCO(instances.dataset() | {"annotations": []})
         measure = COCOeval_faster(truth, found, iouType="bbox" if kind == "box" else "segm")
         measure.evaluate()
         measure.accumulate()
