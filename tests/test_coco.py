@@ -66,6 +66,7 @@ def first(**more: Any) -> Callable[[dict[str, Any]], Any]:
             first(bbox=[0, 0, 0, 5]),
             r"object 1 of instances_train\.json has a box of no area; mend them, or",
         ),
+        (first(bbox=[60, 0, 1e-7, 5]), "has a box of no area"),  # in float32
         (first(bbox=[60, 0, 10, 5]), "has a box that leaves its image of 64x64"),
         (first(bbox=[0, 0, "x", 5]), "has no box of four numbers"),
         (first(bbox=[0, 0, float("nan"), 5]), "has no box of four numbers"),
