@@ -144,13 +144,37 @@ def test_maps_are_at_the_strides_of_a_pyramid() -> None:
     flat = Pyramid(vit, [1, 3], True, False, True)(images)
     torch.testing.assert_close(flat[1].flatten(2).transpose(1, 2), vit(images).patches)
     assert not flat[0].requires_grad
-    assert Fpn([32] * 4, 7, True, 16)(maps)[0].shape == (2, 7, 32, 48)
-    head = UperNet([32] * 4, 7, 16)
+    assert Fpn([32] * 4, 7, 16)(maps)[0].shape == (2, 7, 32, 48)
+    head = UperNet([32] * 4, 7, 16, 8)
     logits, auxiliary = head(maps)
     assert logits.shape == (2, 7, 32, 48)
     assert auxiliary is not None
     assert auxiliary.shape == (2, 7, 8, 12)
     assert head.eval()(maps)[1] is None
+
+
+def test_decoders_are_as_wide_and_deep_as_the_sources() -> None:
+    """iBOT's UperNet is as wide as its ViT, with an auxiliary head of 256; SelfPatch's Semantic FPN has heads of 1, 1,
+    2 and 3 convolutions, whatever the strides of its maps."""
+    weights = backbone(64, 4, 4, 16)
+
+    def decoder(**settings: Any) -> torch.nn.Module:
+        made = Settings(**settings)
+        return Segmenter(weights, made, protocol_of(made), 7).decoder
+
+    upernet = decoder(head="upernet")
+    assert isinstance(upernet, UperNet)
+    assert (upernet.classify.in_channels, upernet.auxiliary[-1].in_channels) == (64, 256)
+    narrow = decoder(head="upernet", width=16)
+    assert isinstance(narrow, UperNet)
+    assert (narrow.classify.in_channels, narrow.auxiliary[-1].in_channels) == (16, 8)
+    for rescaled in (False, True):
+        fpn = decoder(head="fpn", rescaled=rescaled)
+        assert isinstance(fpn, Fpn)
+        convolutions = [sum(isinstance(m, torch.nn.Conv2d) for m in head.modules()) for head in fpn.heads]
+        assert (convolutions, fpn.classify.in_channels) == ([1, 1, 2, 3], 128)
+    same = Fpn([8] * 4, 7, 4)([torch.randn(2, 8, 5, 6) for _ in range(4)])[0]
+    assert same.shape == (2, 7, 5, 6)
 
 
 def test_protocols_are_the_sources_and_settings_come_first() -> None:

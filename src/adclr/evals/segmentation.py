@@ -53,7 +53,7 @@ class Settings(Pace, Pixelwise):
     head: Head = Field("linear", description="what is trained on the backbone")
     frozen: bool | None = Field(None, description="train the head alone; null: for linear")
     rescaled: bool | None = Field(None, description="rescale maps to a pyramid; null: for upernet")
-    width: Count | None = Field(None, description="channels of the decoder; null: 256 for fpn, 512 for upernet")
+    width: Count | None = Field(None, description="channels of the decoder; null: 256 for fpn, the ViT's for upernet")
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="of the last block; frozen: none")
     size: Side = Field(512, description="side of the crops, and shorter side of test images, pixels")
     scales: tuple[Positive, Positive] = Field((0.5, 2.0), description="of the shorter side, before crops are cut")
@@ -121,9 +121,10 @@ class Segmenter(nn.Module):
         if head == "linear":
             self.decoder = Linear(vit.dim, num_classes)
         elif head == "fpn":
-            self.decoder = Fpn(dims, num_classes, protocol.rescaled, settings.width or 256)
+            self.decoder = Fpn(dims, num_classes, settings.width or 256)
         else:
-            self.decoder = UperNet(dims, num_classes, settings.width or 512)
+            auxiliary = max(1, settings.width // 2) if settings.width else 256
+            self.decoder = UperNet(dims, num_classes, settings.width or vit.dim, auxiliary)
 
     def logits(self, images: Tensor, kept: Tensor | None = None) -> Logits:
         maps = [x.contiguous(memory_format=torch.channels_last) for x in self.pyramid(images, kept)]
