@@ -66,6 +66,7 @@ def first(**more: Any) -> Callable[[dict[str, Any]], Any]:
             first(bbox=[0, 0, 0, 5]),
             r"object 1 of instances_train\.json has a box of no area; mend them, or",
         ),
+        (first(bbox=[60, 0, 1e-7, 5]), "has a box of no area"),  # in float32
         (first(bbox=[60, 0, 10, 5]), "has a box that leaves its image of 64x64"),
         (first(bbox=[0, 0, "x", 5]), "has no box of four numbers"),
         (first(bbox=[0, 0, float("nan"), 5]), "has no box of four numbers"),
@@ -170,7 +171,10 @@ def test_average_precision_is_pycocotools(tmp_path: Path, seed: int) -> None:
             truth = COCO()
             truth.dataset = val.dataset()
             truth.createIndex()
-            measure = COCOeval(truth, truth.loadRes([dict(one) for one in detections]), theirs)
+            # whoever scores masks leaves boxes out, or pycocotools takes the area of the box for that of the mask
+            told = "segmentation" if ours == "mask" else "bbox"
+            rows = [{k: one[k] for k in ("image_id", "category_id", "score", told)} for one in detections]
+            measure = COCOeval(truth, truth.loadRes(rows), theirs)
             measure.evaluate()
             measure.accumulate()
             measure.summarize()
@@ -217,4 +221,33 @@ def test_average_precision_worked_by_hand(tmp_path: Path) -> None:
     assert found["box_ap50"] == pytest.approx(found["box_ap"])
     assert found["box_per_class"]["disc"] == pytest.approx(found["box_ap"])
     assert found["box_per_class"]["star"] is None
-    assert average_precision(val, [], "box")["box_ap"] == 0
+    nothing = average_precision(val, [], "box")
+    assert nothing["box_ap"] == nothing["box_ap_small"] == nothing["box_per_class"]["disc"] == 0
+    assert nothing["box_ap_large"] is None  # nothing is large, so nothing large was missed
+    assert nothing["box_per_class"]["star"] is None
+
+
+def test_masks_are_small_by_their_own_area(tmp_path: Path) -> None:
+    """A frame of 40x40 pixels, one wide: a medium box, a small mask. Found where nothing is, it is no small thing
+    that is nowhere only if its box counted."""
+    frame, square = np.zeros((64, 64), bool), np.zeros((64, 64), bool)
+    frame[10:50, 10:50] = True
+    frame[11:49, 11:49] = False
+    square[0:8, 0:8] = True
+
+    def one(found: dict[str, Any]) -> None:
+        thing = {"id": 1, "image_id": found["images"][0]["id"], "category_id": 1, "iscrowd": 0, "area": 64}
+        mask = {"size": [64, 64], "counts": run_lengths(square)}
+        found["annotations"] = [thing | {"bbox": [0, 0, 8, 8], "segmentation": mask}]
+
+    _, val = open_instances(changed(instances(tmp_path, 1, 1), one, "val"), "train", "val")
+
+    def detection(mask: np.ndarray, box: list[int], score: float) -> dict[str, Any]:
+        code = their_masks.encode(np.asfortranarray(mask.astype(np.uint8)))
+        told = {"size": [64, 64], "counts": code["counts"].decode()}
+        row = {"image_id": val.numbers[0], "category_id": 1, "score": score}
+        return row | {"bbox": box, "segmentation": told}
+
+    detections = [detection(frame, [10, 10, 40, 40], 0.9), detection(square, [0, 0, 8, 8], 0.8)]
+    assert average_precision(val, detections, "mask")["mask_ap_small"] == pytest.approx(50)
+    assert average_precision(val, detections, "box")["box_ap_small"] == pytest.approx(100)

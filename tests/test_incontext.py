@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.evals import incontext
+from adclr.evals import frames, incontext
 from adclr.evals.incontext import Memory, ask, drawn, patch_labels
 from adclr.segmented import IGNORE, open_segmented
 from dense_scenes import backbone, evaluated, saved, segmented
@@ -103,6 +103,33 @@ def test_scores_do_not_hang_on_the_batch(tmp_path: Path) -> None:
     for name, value in one.items():
         if name != "per_class":
             assert other[name] == pytest.approx(value, abs=0.05), name  # a pixel more or less at a tie
+
+
+def test_images_of_many_sizes_do_not_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 images of 40 sizes no two make a batch; those that wait stay within what may be held."""
+
+    class Sizes:
+        root, paths = Path("sizes"), [str(n) for n in range(40)]
+
+        def __len__(self) -> int:
+            return 40
+
+        def read(self, index: int) -> bytes:
+            return bytes(100 + index)
+
+    read: list[int] = []
+
+    def decoder(data: bytes) -> Any:
+        read.append(len(data))
+        return np.zeros((4, 1, len(data)), np.uint8)
+
+    monkeypatch.setattr(frames, "HELD", 1000)
+    reader = frames.Reader(Sizes(), decoder, CPU, 8, 1)  # type: ignore[arg-type]
+    batches = reader.batches("val", show=False)
+    first = next(batches)
+    assert len(read) < 30
+    indices = [index for found in (first, *batches) for index in found.indices]
+    assert sorted(indices) == list(range(40))
 
 
 def test_the_images_themselves_are_recognised(tmp_path: Path) -> None:

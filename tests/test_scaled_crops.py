@@ -81,6 +81,10 @@ def test_colours_change_by_their_numbers_alone() -> None:
     torch.testing.assert_close(found[2], top - (top - x[2]) / 2)
     torch.testing.assert_close(found[3].amax(dim=0), x[3].amax(dim=0))  # a turned hue is as bright
     assert not torch.allclose(found[3], x[3], atol=0.01)
+    # at most 18 of the 180 steps that OpenCV, and so mmsegmentation, divides the circle into: 36 degrees
+    red, most = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1), torch.zeros(1, COLOURS)
+    most[0, 4] = 1.0
+    torch.testing.assert_close(distorted(red, most).flatten(), torch.tensor([1.0, 0.6, 0.0]))
 
 
 def shown(data: Path, batch_size: int, steps: int) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

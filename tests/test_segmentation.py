@@ -144,13 +144,37 @@ def test_maps_are_at_the_strides_of_a_pyramid() -> None:
     flat = Pyramid(vit, [1, 3], True, False, True)(images)
     torch.testing.assert_close(flat[1].flatten(2).transpose(1, 2), vit(images).patches)
     assert not flat[0].requires_grad
-    assert Fpn([32] * 4, 7, True, 16)(maps)[0].shape == (2, 7, 32, 48)
-    head = UperNet([32] * 4, 7, 16)
+    assert Fpn([32] * 4, 7, 16)(maps)[0].shape == (2, 7, 32, 48)
+    head = UperNet([32] * 4, 7, 16, 8)
     logits, auxiliary = head(maps)
     assert logits.shape == (2, 7, 32, 48)
     assert auxiliary is not None
     assert auxiliary.shape == (2, 7, 8, 12)
     assert head.eval()(maps)[1] is None
+
+
+def test_decoders_are_as_wide_and_deep_as_the_sources() -> None:
+    """iBOT's UperNet is as wide as its ViT, with an auxiliary head of 256; SelfPatch's Semantic FPN has heads of 1, 1,
+    2 and 3 convolutions, whatever the strides of its maps."""
+    weights = backbone(64, 4, 4, 16)
+
+    def decoder(**settings: Any) -> torch.nn.Module:
+        made = Settings(**settings)
+        return Segmenter(weights, made, protocol_of(made), 7).decoder
+
+    upernet = decoder(head="upernet")
+    assert isinstance(upernet, UperNet)
+    assert (upernet.classify.in_channels, upernet.auxiliary[-1].in_channels) == (64, 256)
+    narrow = decoder(head="upernet", width=16)
+    assert isinstance(narrow, UperNet)
+    assert (narrow.classify.in_channels, narrow.auxiliary[-1].in_channels) == (16, 8)
+    for rescaled in (False, True):
+        fpn = decoder(head="fpn", rescaled=rescaled)
+        assert isinstance(fpn, Fpn)
+        convolutions = [sum(isinstance(m, torch.nn.Conv2d) for m in head.modules()) for head in fpn.heads]
+        assert (convolutions, fpn.classify.in_channels) == ([1, 1, 2, 3], 128)
+    same = Fpn([8] * 4, 7, 4)([torch.randn(2, 8, 5, 6) for _ in range(4)])[0]
+    assert same.shape == (2, 7, 5, 6)
 
 
 def test_protocols_are_the_sources_and_settings_come_first() -> None:
@@ -257,5 +281,10 @@ def test_settings_that_do_not_go_together(tmp_path: Path, capsys: pytest.Capture
     data, weights = segmented(tmp_path / "data", 2, 1, 16), saved(tmp_path / "weights")
     words = ("evaluate", "segmentation", "--weights", weights, "--data", data, "size=16")
     assert "the linear head reads one map" in refused(capsys, *words, "rescaled=true")
+    assert "stride=17 would leave pixels between windows of 16" in refused(capsys, *words, "stride=17")
+    assert "scales=[2.0, 0.5] are not in order" in refused(capsys, *words, "scales=[2.0,0.5]")
+    assert "no statistics for batch norm" in refused(capsys, *words, "head=upernet", "batch_size=1")
+    assert "test_scales=[] is not possible" in refused(capsys, *words, "test_scales=[]")
+    assert not (weights / "evals").exists()
     Image.fromarray(np.zeros((16, 12), np.uint8)).save(data / "labels" / "val" / "2.png")
     assert "2.png is 12x16 pixels where its image is 16x16" in refused(capsys, *words)

@@ -49,6 +49,19 @@ def test_each_split_can_be_a_set_and_one_folder_is_split(tmp_path: Path) -> None
     assert len(one.train) + len(one.val) == 30
     assert 0 < len(one.val) < 15
     assert not set(one.train.paths) & set(one.val.paths)
+    with pytest.raises(UserError, match="images/train does not exist"):
+        open_segmented(tmp_path, val="test")  # which would be scored on something else
+
+
+def test_a_split_that_is_not_there_is_not_another_one(tmp_path: Path) -> None:
+    folder = segmented(tmp_path, 2, 1, 8)
+    with pytest.raises(UserError, match="images/trian does not exist; train_split and val_split name two"):
+        open_segmented(folder, train="trian")
+    for kind in ("images", "labels"):
+        (folder / kind / "train").rename(folder / kind / "training")
+    with pytest.raises(UserError, match="images/train does not exist"):
+        open_segmented(folder)
+    assert len(open_segmented(folder, train="training").train) == 2
 
 
 def test_ade20k_begins_at_one(tmp_path: Path) -> None:
@@ -74,6 +87,7 @@ def test_ade20k_begins_at_one(tmp_path: Path) -> None:
         ("0\tsky\n1\troad\n255\tignore (void)\n", ["sky", "road"]),
         ("1 road\n0 sky\n", ["sky", "road"]),
         ("0 sky\n2 road\n", "do not run from 0 to 1"),
+        ("0 sky\n1 road\n1 tree\n", "gives two classes one number"),
         ("sky\n", "names 1 classes; there must be 2"),
         ("sky\nsky\n", "the class sky twice"),
     ],

@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from adclr.sources import Items, read_file
 
 NAMED = 3  # offenders that a message names
 OUTSIDE = 1.0  # pixels that a box may reach over the edge, by rounding
+LEAST = 1e-2  # pixels that it is wide and high: float32 cannot tell the edges of less apart in a resized image
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ class Instances:
     def learned(self) -> NDArray[np.int64]:
         """Which images have an object that is no crowd."""
         return np.array([i for i, own in enumerate(self.objects) if any(not o.crowd for o in own)], np.int64)
+
+    def without(self, places: set[int]) -> Instances:
+        """The same less some images and what is in them."""
+        left = [place for place in range(len(self.photos)) if place not in places]
+        names, numbers = [self.photos.paths[i] for i in left], [self.numbers[i] for i in left]
+        photos, objects = Photos(self.photos.root, names), [self.objects[i] for i in left]
+        return replace(self, photos=photos, sizes=self.sizes[left], numbers=numbers, objects=objects)
 
     def dataset(self) -> dict[str, Any]:
         """In COCO's form again, for its measures."""
@@ -192,12 +200,12 @@ def _object(row: dict[str, Any], kind: int, height: int, width: int) -> Object:
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(n) for n in box):
         raise ValueError("has no box of four numbers")
     left, top, across, down = (float(n) for n in box)
-    if across <= 0 or down <= 0:
+    if across < LEAST or down < LEAST:
         raise ValueError("has a box of no area")
     if left < -OUTSIDE or top < -OUTSIDE or left + across > width + OUTSIDE or top + down > height + OUTSIDE:
         raise ValueError(f"has a box that leaves its image of {width}x{height}")
     inside = (max(left, 0.0), max(top, 0.0), min(left + across, float(width)), min(top + down, float(height)))
-    if inside[2] <= inside[0] or inside[3] <= inside[1]:
+    if inside[2] - inside[0] < LEAST or inside[3] - inside[1] < LEAST:
         raise ValueError("has a box of no area")
     mask = _mask(row.get("segmentation"), height, width)
     area = float(row["area"]) if _is_number(row.get("area")) else across * down

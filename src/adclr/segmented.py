@@ -177,6 +177,8 @@ def open_segmented(path: str | Path, train: str = "train", val: str = "val", ign
     if os.path.isdir(root / "images" / train):
         splits = [_pairs(root / "images" / split, root / "labels" / split) for split in (train, val)]
     else:
+        if (train, val) != ("train", "val") or os.path.isdir(root / "images" / val):
+            raise UserError(f"folder {root / 'images' / train} does not exist; train_split and val_split name two")
         whole = _pairs(root / "images", root / "labels")
         held_out = mix(whole.keys) % np.uint64(5) == 0
         splits = [whole.part(np.flatnonzero(which)) for which in (~held_out, held_out)]
@@ -231,6 +233,8 @@ def _read_classes(root: Path, split: str, ignore: int) -> list[str]:
     rows = [re.fullmatch(r"\s*(\d+)[\s,:]+(\S.*)", line) for line in lines]
     if all(rows):
         numbered = {int(row[1]): row[2].strip() for row in rows if row}
+        if len(numbered) < len(rows):
+            raise UserError(f"{file} gives two classes one number; number each its own")
         numbered.pop(ignore, None)
         if sorted(numbered) != list(range(len(numbered))):
             raise UserError(f"the numbers in {file} do not run from 0 to {len(numbered) - 1}; number them so")

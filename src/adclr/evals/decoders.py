@@ -43,9 +43,13 @@ class Linear(nn.Module):
 
 
 class Fpn(nn.Module):
-    """A feature pyramid; of each level 3x3 convolutions of half its width, summed at the finest."""
+    """A feature pyramid; of each level 3x3 convolutions of half its width, summed at the size of the first.
 
-    def __init__(self, dims: Sequence[int], num_classes: int, rescaled: bool, width: int) -> None:
+    A level has as many convolutions, each but the first level's before a doubling, as for strides 4, 8, 16 and 32.
+    SelfPatch leaves them so for maps that are all at stride 16: they are doubled and brought back to the first's size.
+    """
+
+    def __init__(self, dims: Sequence[int], num_classes: int, width: int) -> None:
         super().__init__()
         head = max(1, width // 2)
         self.lateral = nn.ModuleList(nn.Conv2d(dim, width, 1) for dim in dims)
@@ -53,9 +57,9 @@ class Fpn(nn.Module):
         self.heads = nn.ModuleList()
         for level in range(len(dims)):
             layers: list[nn.Module] = []
-            for number in range(max(1, level) if rescaled else 1):
+            for number in range(max(1, level)):
                 layers.append(convolution(width if number == 0 else head, head, 3))
-                if rescaled and level:
+                if level:
                     layers.append(nn.Upsample(scale_factor=2, mode="bilinear"))
             self.heads.append(nn.Sequential(*layers))
         self.dropout = nn.Dropout2d(DROPOUT)
@@ -81,9 +85,8 @@ def top_down(levels: list[Tensor], mode: str) -> list[Tensor]:
 class UperNet(nn.Module):
     """A pooling pyramid on the last map, a feature pyramid, all levels together; and an auxiliary head on the third."""
 
-    def __init__(self, dims: Sequence[int], num_classes: int, width: int) -> None:
+    def __init__(self, dims: Sequence[int], num_classes: int, width: int, auxiliary: int) -> None:
         super().__init__()
-        auxiliary = max(1, width // 2)
         self.pools = nn.ModuleList(
             nn.Sequential(nn.AdaptiveAvgPool2d(cells), convolution(dims[-1], width, 1)) for cells in POOLED
         )

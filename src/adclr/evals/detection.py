@@ -213,15 +213,16 @@ def score(
         detections, missed = detect(model, weights, val, settings, device, place)
         found: dict[str, Any] = {"num_detections": float(len(detections))}
         if distributed.is_main():  # whose numbers alone are asked for
+            seen = val.without(missed)  # of what was never seen nothing was missed
             for kind in ("box", "mask"):
-                found = average_precision(val, detections, kind) | found
+                found = average_precision(seen, detections, kind) | found
         facts = {"classes": train.classes, "mean": weights.mean, "std": weights.std, "window": settings.window}
         course.finish(whole, facts)
     return found | {
         "num_steps": float(steps),
         "num_train": float(len(train.learned())),
-        "num_val": float(len(val.photos) - missed),
-        "num_unreadable": float(missed),
+        "num_val": float(len(val.photos) - len(missed)),
+        "num_unreadable": float(len(missed)),
     }
 
 
@@ -268,8 +269,8 @@ def assemble(
 @torch.no_grad()
 def detect(
     model: Detector, weights: Weights, val: Instances, settings: Settings, device: torch.device, place: Path | None
-) -> tuple[list[dict[str, Any]], int]:
-    """What a detector finds in the val images, of all processes, and how many of these could not be read."""
+) -> tuple[list[dict[str, Any]], set[int]]:
+    """What a detector finds in the val images, of all processes, and which of these could not be read."""
     reader = Reader(val.photos, weights.decoder, device, settings.test_batch_size, settings.num_workers)
     pictures = Pictures(val.classes, settings.pictures if place is not None else 0, len(val.photos))
     lines: list[str] = []
@@ -282,7 +283,9 @@ def detect(
             _draw(pictures, frames, found, val, device)
     text = torch.from_numpy(np.frombuffer("".join(line + "\n" for line in lines).encode(), np.uint8).copy())
     everything = bytes(distributed.gather(text).numpy()).decode()
-    missed = reader.num_unreadable(settings.max_unreadable)
+    reader.num_unreadable(settings.max_unreadable)  # refuses too many
+    own = [place for place, path in enumerate(val.photos.paths) if path in reader.unreadable]
+    missed = set(distributed.gather(torch.tensor(own, dtype=torch.int64)).tolist())
     if place is not None:
         pictures.write(place)
     return [json.loads(line) for line in everything.splitlines()], missed

@@ -24,6 +24,7 @@ from adclr.threads import in_order
 
 TOGETHER = 4  # images that threads hand over at once: few, since they are whole
 NUMBERS = 2**28  # of enlarged scores held at once (1 GiB)
+HELD = 2**29  # bytes of images that wait for others of their size
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class Reader:
         self.unreadable: dict[str, str] = {}
 
     def batches(self, name: str, show: bool = True) -> Iterator[Frames]:
-        """A batch is full, or the last of its size: images wait for others of their size."""
+        """A batch is full, or the last of its size: images wait for others of their size.
+
+        When too many wait, as they would where hardly two are of one size, those go on of which there are most.
+        """
         waiting: dict[tuple[int, ...], list[tuple[int, Pixels]]] = {}
+        held = 0
         chosen = distributed.part(len(self.source))
         made = self._decoded(chosen)
         with closing(made), Line(name, len(chosen), show=show and distributed.is_main()) as line:
@@ -73,8 +78,14 @@ class Reader:
                 else:
                     alike = waiting.setdefault(pixels.shape, [])
                     alike.append((index, pixels))
-                    if len(alike) == self.batch_size:
-                        yield self._stacked(waiting.pop(pixels.shape))
+                    held += pixels.nbytes
+                    shape = pixels.shape
+                    if held > HELD and len(alike) < self.batch_size:
+                        shape = max(waiting, key=lambda other: len(waiting[other]))
+                    if held > HELD or len(alike) == self.batch_size:
+                        ready = waiting.pop(shape)
+                        held -= sum(item.nbytes for _, item in ready)
+                        yield self._stacked(ready)
                 line.move(done)
             for rest in waiting.values():
                 yield self._stacked(rest)

@@ -30,7 +30,7 @@ from adclr.segmented import IGNORE, PairDecoder, Pairs
 from adclr.weights import Weights
 
 TRIES, MOST_OF_ONE, LOOK_EVERY = 10, 0.75, 4  # pixels between those that are looked at
-BRIGHTNESS, FACTORS, HUE = 32 / 255, (0.5, 1.5), 18 / 360
+BRIGHTNESS, FACTORS, HUE = 32 / 255, (0.5, 1.5), 18 / 180  # 18 of OpenCV's 180 hues
 COLOURS = 7  # numbers that say how colours are changed
 
 

@@ -53,14 +53,14 @@ class Settings(Pace, Pixelwise):
     head: Head = Field("linear", description="what is trained on the backbone")
     frozen: bool | None = Field(None, description="train the head alone; null: for linear")
     rescaled: bool | None = Field(None, description="rescale maps to a pyramid; null: for upernet")
-    width: Count | None = Field(None, description="channels of the decoder; null: 256 for fpn, 512 for upernet")
+    width: Count | None = Field(None, description="channels of the decoder; null: 256 for fpn, the ViT's for upernet")
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="of the last block; frozen: none")
     size: Side = Field(512, description="side of the crops, and shorter side of test images, pixels")
     scales: tuple[Positive, Positive] = Field((0.5, 2.0), description="of the shorter side, before crops are cut")
     colours: bool = Field(True, description="change brightness, contrast, saturation and hue in training")
     inference: Literal["auto", "whole", "sliding"] = Field("auto", description="auto: sliding for upernet")
     stride: Side | None = Field(None, description="of sliding windows of the crops' size; null: two thirds of it")
-    test_scales: Several[Positive] = Field((1.0,), description="at which test images are seen")
+    test_scales: Several[Positive] = Field((1.0,), min_length=1, description="at which test images are seen")
     test_mirrored: bool = Field(False, description="see their mirror images too")
     test_batch_size: Count = Field(8, description="test images at once")
     precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
@@ -121,9 +121,10 @@ class Segmenter(nn.Module):
         if head == "linear":
             self.decoder = Linear(vit.dim, num_classes)
         elif head == "fpn":
-            self.decoder = Fpn(dims, num_classes, protocol.rescaled, settings.width or 256)
+            self.decoder = Fpn(dims, num_classes, settings.width or 256)
         else:
-            self.decoder = UperNet(dims, num_classes, settings.width or 512)
+            auxiliary = max(1, settings.width // 2) if settings.width else 256
+            self.decoder = UperNet(dims, num_classes, settings.width or vit.dim, auxiliary)
 
     def logits(self, images: Tensor, kept: Tensor | None = None) -> Logits:
         maps = [x.contiguous(memory_format=torch.channels_last) for x in self.pyramid(images, kept)]
@@ -172,16 +173,15 @@ def score(
     model = Segmenter(weights, settings, protocol, len(segmented.classes)).to(device)
     model = model.to(memory_format=torch.channels_last)
     job = Job(settings, protocol, weights, segmented, model, device, autocast_dtype(settings.precision, device))
-    unit, size = job.unit, settings.size
-    if size % unit:
-        raise UserError(f"size={size} is not divisible by {unit}; set size={-(-size // unit) * unit}")
+    _refuse_impossible(job)
+    size = settings.size
     work = None if place is None else Run(place)
     with course.locked(work):
         distributed.barrier()
         crops = ScaledCrops(
             weights,
             segmented.train,
-            segmented.decoder(weights.decoder, round(size * settings.scales[1])),
+            segmented.decoder(weights.decoder, max(weights.vit.patch_size, round(size * settings.scales[1]))),
             device,
             size,
             protocol.batch_size,
@@ -200,6 +200,20 @@ def score(
         course.finish(whole, facts)
     unreadable = len(crops.feed.unreadable)
     return found | {"num_steps": float(steps), "num_train": float(len(segmented.train) - unreadable)}
+
+
+def _refuse_impossible(job: Job) -> None:
+    """Settings that would fail in training, or after it."""
+    settings, unit, size = job.settings, job.unit, job.settings.size
+    if size % unit:
+        raise UserError(f"size={size} is not divisible by {unit}; set size={-(-size // unit) * unit}")
+    if settings.stride is not None and settings.stride > size:
+        raise UserError(f"stride={settings.stride} would leave pixels between windows of {size}; set at most size")
+    if settings.scales[0] > settings.scales[1]:
+        raise UserError(f"scales={list(settings.scales)} are not in order; give the smaller first")
+    cells = 1 if settings.head == "upernet" else (size // unit) ** 2  # of the smallest map that is normed
+    if job.protocol.batch_size * cells < 2:
+        raise UserError("a batch of one image has no statistics for batch norm here; set batch_size=2 or more")
 
 
 def assemble(job: Job, crops: ScaledCrops, work: Run | None) -> Course:
