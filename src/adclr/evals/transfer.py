@@ -23,6 +23,7 @@ from adclr.evals.finetune import Protocol as Tuning
 from adclr.evals.linear import Protocol as Probe
 from adclr.evals.task import Conditions, weights_of
 from adclr.labelled import open_labelled
+from adclr.public_sets import KINDS
 from adclr.runs import read_json, write_json
 
 Chosen = probing.Settings | tuning.Settings
@@ -30,7 +31,9 @@ Chosen = probing.Settings | tuning.Settings
 
 class Settings(Conditions):
     data: Several[str] = Field((), description="labelled folders, or KIND:DIR; see linear")
-    how: Several[Literal["linear", "finetune"]] = Field(("linear",), description="what is done with each of them")
+    how: Several[Literal["linear", "finetune"]] = Field(
+        ("linear",), min_length=1, description="what is done with each of them"
+    )
     linear: Probe = Probe()
     finetune: Tuning = Tuning()
 
@@ -85,9 +88,20 @@ def _line(settings: Chosen, place: Path | None, identity: dict[str, Any]) -> dic
 
 
 def _names(data: tuple[str, ...]) -> list[str]:
-    """A short name of each: the kind of a public data set, else the name of its folder, as far as these differ."""
-    short = [one.partition(":")[0] if ":" in one else os.path.basename(os.path.abspath(one)) for one in data]
-    return [f"{name}-{number}" if short.count(name) > 1 else name for number, name in enumerate(short, 1)]
+    """A short name of each, no two alike: the kind of a public data set, else the name of its folder."""
+    short = []
+    for one in data:
+        kind = one.partition(":")[0]
+        short.append(kind if kind in KINDS else os.path.basename(os.path.abspath(one.removeprefix("hf:"))))
+    taken = set(short)
+    names = []
+    for number, name in enumerate(short, 1):
+        if short.count(name) > 1:
+            while f"{name}-{number}" in taken:  # a folder may be called so
+                name += "-"
+            name = f"{name}-{number}"
+        names.append(name)
+    return names
 
 
 def table(rows: list[dict[str, Any]]) -> str:
