@@ -27,7 +27,7 @@ from adclr.evals.features import prepare
 from adclr.exporting import export
 from adclr.portable import resampling
 from adclr.vit import PositionResampling, VisionTransformer
-from adclr.weights import Description, architecture_of, load_weights, write_backbone
+from adclr.weights import Architecture, Description, architecture_of, load_weights, write_backbone
 from foreign import backbone, state_of
 from test_cli import refused
 from tiny import TINY, Adclr, words
@@ -244,10 +244,21 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "my_run", tmp_path / "out"
-    assert adclr("pretrain", images / "train", "--out", run, *words(TINY)).returncode == 0
+    begun = Architecture(dim=16, depth=2, num_heads=2, patch_size=4, input_size=(16, 16))
+    (tmp_path / "begun").mkdir()
+    write_backbone(tmp_path / "begun", begun.build().state_dict(), Description(architecture=begun))
+    trained = adclr("pretrain", images / "train", "--out", run, *words(TINY), f"init={tmp_path / 'begun'}")
+    assert trained.returncode == 0, trained.stderr
     scored = adclr("evaluate", "knn", "--weights", run, "--data", images)
     assert scored.returncode == 0, scored.stderr
     (evaluation,) = run.glob("evals/knn/*.json")
+    control = adclr("evaluate", "knn", "--weights", run, "--data", images, "--from-scratch")
+    assert control.returncode == 0, control.stderr
+    many = {"linear_top1": 1.5, "best_lr": 0.0005, "per_class": {"a": 2.5}}
+    (run / "evals" / "transfer").mkdir()
+    (run / "evals" / "transfer" / "x.json").write_text(
+        json.dumps({"scores": many, "settings": {"data": [f"{tmp_path}/a/", f"{tmp_path}/b"]}})
+    )
     score = json.loads(evaluation.read_text())["scores"]["knn_top1"]
     done = adclr("export", run, "--to", "timm", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -263,10 +274,16 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
         "| views.num_queries | 2 |",
         "| data.path | train |",
         f"| knn | {images.name} | knn_top1 | {score:.2f} |",
+        f"| knn, from scratch | {images.name} | knn_top1 | ",
+        "| transfer | a + b | linear_top1 | 1.50 |",
+        "| transfer | a + b | best_lr | 0.0005 |",
+        "| model.init | begun |",
         f"| torch | {version('torch')} |",
         "| values | 0 to 1, minus [0.485, 0.456, 0.406], over [0.229, 0.224, 0.225] |",
     ):
         assert fact in card, fact
+    assert "per_class" not in card
+    assert card.count(f"| knn | {images.name} | knn_top1 |") == 1
     for path in (out / "README.md", out / "config.json", out / "export.json"):
         assert str(tmp_path) not in path.read_text()
         assert str(images) not in path.read_text()

@@ -68,7 +68,7 @@ def open_labelled(path: str | Path) -> Labelled:
 
 
 def _check_unsplit(root: Path) -> None:
-    """Refuses train/ and test/, which would be taken for two classes; a class may be called train, with images in it."""
+    """Refuses train/ and test/, which would be taken for two classes; a class of images may be called train."""
     for split, other in (("train", "val"), ("val", "train")):
         if os.path.isdir(root / split):
             with os.scandir(root / split) as found:
