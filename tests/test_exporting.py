@@ -314,6 +314,16 @@ def test_weights_of_others_are_scored_and_exported(adclr: Adclr, images: Path, t
     assert "missing: norm.* (1), drawn anew" in part.stderr
     assert len(list((tmp_path / "evals" / "knn").glob("*.json"))) == 2  # one for each of the two
     refused(adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out), "or say --partial")
+    embedding = ["embed", tmp_path / "part.pth", images, "--out", tmp_path / "part.parquet"]
+    refused(adclr(*embedding), "or say --partial")
+    assert not list(tmp_path.glob("part.parquet*"))
+    assert adclr(*embedding, "--partial").returncode == 0
+    # these cannot be told so
+    for other in (
+        ["pretrain", images / "train", "--out", out, f"init={tmp_path / 'part.pth'}"],
+        ["visualize", "attention", tmp_path / "part.pth", images, "--out", out],
+    ):
+        refused(adclr(*other), "or make such of them with adclr export --partial")
     assert not out.exists()
     done = adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out, "--partial", "--input-size", 48)
     assert done.returncode == 0, done.stderr
