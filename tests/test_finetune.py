@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,9 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
         score(data, tmp_path / "parts", **(changes | {"lr": 0.5}))
     with pytest.raises(UserError, match="of other weights, images or settings"):
         finetune.score(weights(seed=1), open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
+    greyer = replace(weights(), mean=(0.1, 0.1, 0.1))
+    with pytest.raises(UserError, match="of other weights, images or settings"):
+        finetune.score(greyer, open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
     assert score(data, tmp_path / "parts", **(changes | {"num_workers": 1})) == whole
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

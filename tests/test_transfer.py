@@ -76,6 +76,11 @@ def test_a_line_for_each_data_set_and_what_is_done_stays_done(
     assert done == [str(data[1])]
     run(seed=1)
     assert len(done) == 3
+    told = json.loads(backbone.with_suffix(".json").read_text())
+    told["architecture"]["num_heads"] = 4  # the same numbers, other features
+    backbone.with_suffix(".json").write_text(json.dumps(told))
+    run(seed=1)
+    assert len(done) == 5
 
 
 def test_names_of_data_sets_are_never_alike_and_never_paths(tmp_path: Path, backbone: Path) -> None:

@@ -284,7 +284,7 @@ def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
 def fingerprint(weights: Weights) -> str:
     """A hash of all that decides what these weights make of an image."""
     vit = weights.vit
-    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling)
+    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
     found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
     for name, tensor in sorted(vit.state_dict().items()):
         found.update(name.encode())

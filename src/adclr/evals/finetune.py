@@ -37,7 +37,7 @@ from adclr.coverage import fit
 from adclr.devices import autocast_dtype
 from adclr.draws import Draws
 from adclr.evals.accuracy import accuracies
-from adclr.evals.classifier import Classifier, Pool, fingerprint
+from adclr.evals.classifier import Classifier, Pool
 from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
@@ -47,7 +47,7 @@ from adclr.labelled import Labelled
 from adclr.progress import Line
 from adclr.runs import Run, write_atomically, write_json
 from adclr.settings import Beta, Side
-from adclr.weights import Description, Weights, architecture_of
+from adclr.weights import Description, Weights, architecture_of, fingerprint
 
 BASE = 768  # width of ViT-B
 AT_ONCE = 256  # images, where nothing is trained
@@ -204,7 +204,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
         album=album,
         val_labels=val_labels,
         run=run,
-        identity={"settings": told, "images": data, "start": fingerprint(model.state())},
+        identity={"settings": told, "images": data, "start": fingerprint(weights)},
         size=size,
         dtype=autocast_dtype(settings.precision, device),
         drop_path=(0.2 if base else 0.1) if settings.drop_path is None else settings.drop_path,

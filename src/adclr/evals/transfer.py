@@ -18,13 +18,13 @@ from adclr.config import Several, UserError
 from adclr.devices import choose
 from adclr.evals import finetune as tuning
 from adclr.evals import linear as probing
-from adclr.evals.classifier import fingerprint
 from adclr.evals.finetune import Protocol as Tuning
 from adclr.evals.linear import Protocol as Probe
 from adclr.evals.task import Conditions, weights_of
 from adclr.labelled import open_labelled
 from adclr.public_sets import KINDS
 from adclr.runs import read_json, write_json
+from adclr.weights import fingerprint
 
 Chosen = probing.Settings | tuning.Settings
 
@@ -51,7 +51,7 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
     names = _names(settings.data)
     # all is looked at before anything is trained, so that a mistake in the last costs nothing
     labelled = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = fingerprint(weights_of(settings, choose(settings.device)).vit.state_dict())
+    start = fingerprint(weights_of(settings, choose(settings.device)))
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):
