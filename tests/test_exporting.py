@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from importlib.metadata import version
@@ -259,6 +260,11 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
     (run / "evals" / "transfer" / "x.json").write_text(
         json.dumps({"scores": many, "settings": {"data": [f"{tmp_path}/a/", f"{tmp_path}/b"]}})
     )
+    odd = tmp_path / os.fsdecode(b"odd\xff")  # a name that is not UTF-8
+    odd.symlink_to(images)
+    named = adclr("evaluate", "knn", "--weights", run, "--data", odd)
+    assert named.returncode == 0, named.stderr
+    assert adclr("report", run).returncode == 0
     score = json.loads(evaluation.read_text())["scores"]["knn_top1"]
     done = adclr("export", run, "--to", "timm", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -278,6 +284,7 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
         "| transfer | a + b | linear_top1 | 1.50 |",
         "| transfer | a + b | best_lr | 0.0005 |",
         "| model.init | begun |",
+        "| knn | odd\\udcff | knn_top1 | ",
         f"| torch | {version('torch')} |",
         "| values | 0 to 1, minus [0.485, 0.456, 0.406], over [0.229, 0.224, 0.225] |",
     ):
