@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from adclr.embedding import Network
 from adclr.images import Alike, centre, whole
 from adclr.parts import Parts
 from adclr.sources import ImageFolder
-from adclr.weights import Weights, architecture, load_weights, save_backbone
+from adclr.weights import Weights, architecture, architecture_of, load_weights, save_backbone
 from tiny import Adclr, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -386,6 +387,9 @@ def test_weights_have_fingerprints(weights: Path) -> None:
     first = fingerprint(loaded)
     assert fingerprint(load_weights(weights)) == first
     assert fingerprint(Weights(loaded.vit, (0.5, 0.5, 0.5), loaded.std)) != first
+    other = architecture_of(loaded.vit).model_copy(update={"norm_eps": 1e-5}).build().eval()
+    other.load_state_dict(loaded.vit.state_dict())
+    assert fingerprint(replace(loaded, vit=other)) != first
     with torch.no_grad():
         loaded.vit.cls_token[0, 0, 0] += 1e-3
     assert fingerprint(loaded) != first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from importlib.metadata import version
@@ -27,7 +28,7 @@ from adclr.evals.features import prepare
 from adclr.exporting import export
 from adclr.portable import resampling
 from adclr.vit import PositionResampling, VisionTransformer
-from adclr.weights import Description, architecture_of, load_weights, write_backbone
+from adclr.weights import Architecture, Description, architecture_of, load_weights, write_backbone
 from foreign import backbone, state_of
 from test_cli import refused
 from tiny import TINY, Adclr, words
@@ -244,10 +245,26 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "my_run", tmp_path / "out"
-    assert adclr("pretrain", images / "train", "--out", run, *words(TINY)).returncode == 0
+    begun = Architecture(dim=16, depth=2, num_heads=2, patch_size=4, input_size=(16, 16))
+    (tmp_path / "begun").mkdir()
+    write_backbone(tmp_path / "begun", begun.build().state_dict(), Description(architecture=begun))
+    trained = adclr("pretrain", images / "train", "--out", run, *words(TINY), f"init={tmp_path / 'begun'}")
+    assert trained.returncode == 0, trained.stderr
     scored = adclr("evaluate", "knn", "--weights", run, "--data", images)
     assert scored.returncode == 0, scored.stderr
     (evaluation,) = run.glob("evals/knn/*.json")
+    control = adclr("evaluate", "knn", "--weights", run, "--data", images, "--from-scratch")
+    assert control.returncode == 0, control.stderr
+    many = {"linear_top1": 1.5, "best_lr": 0.0005, "per_class": {"a": 2.5}}
+    (run / "evals" / "transfer").mkdir()
+    (run / "evals" / "transfer" / "x.json").write_text(
+        json.dumps({"scores": many, "settings": {"data": [f"{tmp_path}/a/", f"{tmp_path}/b"]}})
+    )
+    odd = tmp_path / os.fsdecode(b"odd\xff")  # a name that is not UTF-8
+    odd.symlink_to(images)
+    named = adclr("evaluate", "knn", "--weights", run, "--data", odd)
+    assert named.returncode == 0, named.stderr
+    assert adclr("report", run).returncode == 0
     score = json.loads(evaluation.read_text())["scores"]["knn_top1"]
     done = adclr("export", run, "--to", "timm", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -263,10 +280,17 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
         "| views.num_queries | 2 |",
         "| data.path | train |",
         f"| knn | {images.name} | knn_top1 | {score:.2f} |",
+        f"| knn, from scratch | {images.name} | knn_top1 | ",
+        "| transfer | a + b | linear_top1 | 1.50 |",
+        "| transfer | a + b | best_lr | 0.0005 |",
+        "| model.init | begun |",
+        "| knn | odd\\udcff | knn_top1 | ",
         f"| torch | {version('torch')} |",
         "| values | 0 to 1, minus [0.485, 0.456, 0.406], over [0.229, 0.224, 0.225] |",
     ):
         assert fact in card, fact
+    assert "per_class" not in card
+    assert card.count(f"| knn | {images.name} | knn_top1 |") == 1
     for path in (out / "README.md", out / "config.json", out / "export.json"):
         assert str(tmp_path) not in path.read_text()
         assert str(images) not in path.read_text()
@@ -297,6 +321,16 @@ def test_weights_of_others_are_scored_and_exported(adclr: Adclr, images: Path, t
     assert "missing: norm.* (1), drawn anew" in part.stderr
     assert len(list((tmp_path / "evals" / "knn").glob("*.json"))) == 2  # one for each of the two
     refused(adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out), "or say --partial")
+    embedding = ["embed", tmp_path / "part.pth", images, "--out", tmp_path / "part.parquet"]
+    refused(adclr(*embedding), "or say --partial")
+    assert not list(tmp_path.glob("part.parquet*"))
+    assert adclr(*embedding, "--partial").returncode == 0
+    # these cannot be told so
+    for other in (
+        ["pretrain", images / "train", "--out", out, f"init={tmp_path / 'part.pth'}"],
+        ["visualize", "attention", tmp_path / "part.pth", images, "--out", out],
+    ):
+        refused(adclr(*other), "or make such of them with adclr export --partial")
     assert not out.exists()
     done = adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out, "--partial", "--input-size", 48)
     assert done.returncode == 0, done.stderr

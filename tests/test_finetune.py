@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from adclr.evals.classifier import Classifier, fingerprint
 from adclr.labelled import open_labelled
 from adclr.runs import Run
 from adclr.vit import VisionTransformer
+from adclr.weights import Weights, load_weights
 from plain_images import coloured, weights
 
 CPU = torch.device("cpu")
@@ -130,9 +132,22 @@ def test_the_model_it_leaves_is_timms(tmp_path: Path) -> None:
     model = Classifier(tuned.vit, 3, "cls", 0)
     model.load_state_dict({f"vit.{k}" if not k.startswith("head.") else k: v for k, v in theirs.state_dict().items()})
     torch.testing.assert_close(theirs.eval()(images), model.eval()(images), rtol=1e-4, atol=1e-4)
-    facts = json.loads((tmp_path / "out" / "model.json").read_text())
-    assert facts["classes"] == ["c0", "c1", "c2"]
-    assert facts["mean"] == [0.5, 0.4, 0.45]
+    assert json.loads((tmp_path / "out" / "classes.json").read_text())["classes"] == ["c0", "c1", "c2"]
+
+
+def test_the_model_it_leaves_is_weights_like_any_others(tmp_path: Path) -> None:
+    """Of a width that does not tell its heads, and positions and norms that are not timm's."""
+    data = coloured(tmp_path / "data")
+    torch.manual_seed(0)
+    vit = VisionTransformer(48, 3, 2, 8, 24, position_resampling="offset", norm_eps=1e-5)
+    tuned = Weights(vit.eval(), (0.5, 0.4, 0.45), (0.2, 0.25, 0.3), max_value=255.0)
+    finetune.score(tuned, open_labelled(data), settings(epochs=1), CPU, tmp_path / "out")
+    found = load_weights(tmp_path / "out" / "model.safetensors")
+    assert found.report is not None
+    assert set(found.report.left) == {"head.weight", "head.bias"}
+    assert (found.mean, found.std, found.max_value) == (tuned.mean, tuned.std, 255.0)
+    images = torch.randn(2, 3, 32, 16)
+    assert torch.equal(found.vit(images).patches, vit.eval()(images).patches)
 
 
 class Stopped(BaseException):
@@ -164,6 +179,9 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
         score(data, tmp_path / "parts", **(changes | {"lr": 0.5}))
     with pytest.raises(UserError, match="of other weights, images or settings"):
         finetune.score(weights(seed=1), open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
+    greyer = replace(weights(), mean=(0.1, 0.1, 0.1))
+    with pytest.raises(UserError, match="of other weights, images or settings"):
+        finetune.score(greyer, open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
     assert score(data, tmp_path / "parts", **(changes | {"num_workers": 1})) == whole
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import adclr as package
+from adclr.config import UserError
 from adclr.evals import accuracy, features, knn
 from adclr.labelled import open_labelled
 from adclr.weights import Weights, create_backbone
@@ -151,3 +152,17 @@ def test_features_of_length_one(features: str) -> None:
     cls, patch = (torch.nn.functional.normalize(x, dim=1) for x in (tokens.cls, tokens.patches.mean(dim=1)))
     similarity = {"cls": cls @ cls.T, "mean_patch": patch @ patch.T, "both": (cls @ cls.T + patch @ patch.T) / 2}
     torch.testing.assert_close(found @ found.T, similarity[features])
+
+
+def test_a_test_split_is_not_taken_for_a_class(tmp_path: Path) -> None:
+    data = coloured(tmp_path / "data")
+    (data / "val").rename(data / "test")
+    with pytest.raises(UserError, match=r"has train/ with folders in it and no val/; call the other split val/"):
+        open_labelled(data)
+    (data / "train").rename(data / "val")
+    with pytest.raises(UserError, match=r"has val/ with folders in it and no train/"):
+        open_labelled(data)
+    # railways
+    classes = data / "val"
+    next(path for path in classes.iterdir()).rename(classes / "train")
+    assert "train" in open_labelled(classes).classes

@@ -37,12 +37,14 @@ def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True})
     )
     (folder / "evals/knn").mkdir(parents=True)
-    scores = {
+    scores: dict[str, dict[str, object]] = {
         "scores": {"knn_top1": 43.25, "broken": "x"},
         "settings": {"data": "flowers"},
         "provenance": {"started": "2026"},
     }
     (folder / "evals/knn/flowers-1.json").write_text(json.dumps(scores))
+    scores["settings"] |= {"from_scratch": True}
+    (folder / "evals/knn/flowers-2.json").write_text(json.dumps(scores))
     (folder / "evals/knn/other.json").write_text("[1, 2")
     return folder
 
@@ -111,6 +113,7 @@ def test_what_was_evaluated_beside_the_run_is_on_the_page(run: Path, adclr: Adcl
     text = (run / "report.html").read_text()
     assert "knn_top1 <b>43.25</b>" in text
     assert "flowers" in text
+    assert text.count("<b>knn, from scratch</b>") == text.count("<b>knn</b>") == 1
     assert "broken" not in text
 
 

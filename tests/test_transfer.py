@@ -76,6 +76,24 @@ def test_a_line_for_each_data_set_and_what_is_done_stays_done(
     assert done == [str(data[1])]
     run(seed=1)
     assert len(done) == 3
+    told = json.loads(backbone.with_suffix(".json").read_text())
+    told["architecture"]["num_heads"] = 4  # the same numbers, other features
+    backbone.with_suffix(".json").write_text(json.dumps(told))
+    run(seed=1)
+    assert len(done) == 5
+
+
+def test_names_of_data_sets_are_never_alike_and_never_paths(tmp_path: Path, backbone: Path) -> None:
+    few = coloured(tmp_path / "x" / "set", 12, 6, num_classes=2)
+    data = [few, coloured(tmp_path / "set-1", 24, 12), coloured(tmp_path / "a:b" / "set"), f"hf:{tmp_path}/y:z/of"]
+    assert len(set(transfer._names(tuple(map(str, data))))) == 4
+    assert transfer._names((f"{tmp_path}/a:b/set", "cifar10:data", "hf:some/where")) == ["set", "cifar10", "where"]
+    before = {*tmp_path.iterdir(), tmp_path / "out", tmp_path / "out.json"}
+    given: dict[str, Any] = {"weights": backbone, "device": "cpu", "linear.epochs": 1, "linear.quick": True}
+    found = package.evaluate("transfer", out=tmp_path / "out.json", data=data[:3], **given)
+    assert [row["train"] for row in found["table"]] == [12, 24, 48]
+    assert len(found) == 3 + 2
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_all_is_looked_at_before_anything_is_trained(tmp_path: Path, backbone: Path) -> None:
@@ -86,6 +104,9 @@ def test_all_is_looked_at_before_anything_is_trained(tmp_path: Path, backbone: P
         package.evaluate("transfer", weights=backbone, data=[])
     with pytest.raises(UserError, match=r"could be linear\.epochs or finetune\.epochs"):
         package.evaluate("transfer", weights=backbone, data=data, epochs=3)
+    for empty in ({"how": []}, {"linear.lrs": []}):
+        with pytest.raises(UserError, match="should have at least 1 item"):
+            package.evaluate("transfer", weights=backbone, data=data, **empty)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -319,6 +319,8 @@ def test_timms_pretrained_weights_are_taken_from_its_cache(tmp_path: Path, monke
     hub(monkeypatch, tmp_path)
     with pytest.raises(UserError, match=r"timm:vit_tiny_patch16_224 are not on this machine; download them once"):
         load_weights("timm:vit_tiny_patch16_224")
+    with pytest.raises(UserError, match="did you mean timm:vit_"):  # and none that is not a plain ViT, as gcvit_small
+        load_weights("timm:vit_smal")
     with pytest.raises(UserError, match="did you mean timm:vit_tiny_patch16_224"):
         load_weights("timm:vit_tiny_patch16_22")
     with pytest.raises(UserError, match=r"Invalid pretrained tag \(bogus\)"):

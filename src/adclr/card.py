@@ -101,7 +101,7 @@ def _training(run: Run, settings: Settings) -> dict[str, object]:
     last, steps = starts[-1] if starts else {}, results.get("steps") if isinstance(results, dict) else None
     versions = last.get("packages") or {}
     rows = {
-        "recipe": settings.recipe,
+        "recipe": last_part(settings.recipe),
         "images": last.get("images"),
         "collection": f"{last_part(settings.data.path)}, {last.get('collection')}",
         "epochs": settings.train.epochs,
@@ -129,7 +129,7 @@ def _settings(settings: Settings) -> str:
     """Those that are not the defaults."""
     plain = config.flatten(Settings().model_dump(mode="json"))
     changed = {
-        name: last_part(value) if name in ("data.path", "probe.data") and value else value
+        name: last_part(value) if isinstance(value, str) else value
         for name, value in config.flatten(settings.model_dump(mode="json")).items()
         if value != plain[name]
     }
@@ -137,19 +137,25 @@ def _settings(settings: Settings) -> str:
 
 
 def _scores(run: Run) -> list[str]:
-    """Rows of the evaluations that lie in the run; a file that is not one of ours is passed over."""
+    """Rows of the evaluations that lie in the run; a file that is not one of ours is passed over.
+
+    Of a control it is said that it is one, for its scores are not of these weights; classes are left to the file.
+    """
     rows = []
     for path in sorted(run.path.glob("evals/*/*.json")):
         try:
             found = read_json(path)
         except UserError:
             continue
-        scores = found.get("scores") if isinstance(found, dict) else None
-        settings = found.get("settings") if isinstance(found, dict) else None
-        data = last_part(str(settings.get("data", ""))) if isinstance(settings, dict) else ""
-        for name, value in config.flatten(scores).items() if isinstance(scores, dict) else ():
+        parts = (found.get("scores"), found.get("settings")) if isinstance(found, dict) else (None, None)
+        scores, settings = ({} if not isinstance(part, dict) else part for part in parts)
+        data = settings.get("data", "")
+        named = " + ".join(last_part(str(one)) for one in (data if isinstance(data, list) else [data]))
+        evaluation = path.parent.name + (", from scratch" if settings.get("from_scratch") else "")
+        for name, value in scores.items():
             if isinstance(value, int | float) and not name.startswith("num_"):
-                rows.append(f"| {_cell(path.parent.name)} | {_cell(data)} | {_cell(name)} | {value:.2f} |")
+                shown = f"{value:g}" if 0 < abs(value) < 1 else f"{value:.2f}"  # learning rates are small
+                rows.append(f"| {_cell(evaluation)} | {_cell(named)} | {_cell(name)} | {shown} |")
     return rows
 
 

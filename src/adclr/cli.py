@@ -96,9 +96,10 @@ def parser() -> Parser:
     evaluate.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
     embed = commands.add_parser("embed", help="features of images: a vector for each, or patch maps", add_help=False)
-    embed.add_argument("weights", nargs="?", metavar="W", help="a run directory or backbone.safetensors")
+    embed.add_argument("weights", nargs="?", metavar="W", help=W)
     embed.add_argument("images", nargs="?", metavar="IMAGES", help="folder, .txt list, .tar shards or hf:PATH")
     embed.add_argument("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
+    embed.add_argument("--partial", action="store_true", help=PARTIAL)
     embed.add_argument("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
     embed.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -296,7 +297,7 @@ def _embed(options: argparse.Namespace, words: list[str]) -> None:
         if not getattr(options, name):
             options.parsers["embed"].error(f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
     settings = config.build(embedding.Settings, config.parse_words(words))
-    embedding.run(options.weights, options.images, Path(options.out), options.dense, settings)
+    embedding.run(options.weights, options.images, Path(options.out), options.dense, settings, options.partial)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:

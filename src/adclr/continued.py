@@ -56,7 +56,7 @@ def facts(weights: Weights) -> dict[str, Any]:
 
 def settings_of(init: str, said: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The settings that weights decide and nobody else has, by full name, and a sentence about them."""
-    found = facts(load_weights(init))
+    found = facts(load_weights(init, partial=None))
     size, patch = said.get("model.size"), found["model.patch_size"]
     wanted = dict(zip(SHAPE, VIT_SIZES.get(str(size), ()), strict=False)) | dict(said)
     for path in FIXED:
@@ -82,7 +82,7 @@ def settings_of(init: str, said: Mapping[str, Any]) -> tuple[dict[str, Any], str
 def begin(method: ADCLR, settings: Settings) -> str:
     """Gives student and teacher the backbone of the weights, positions resampled if need be; their fingerprint."""
     assert settings.model.init is not None
-    weights, path = load_weights(settings.model.init), Path(settings.model.init)
+    weights, path = load_weights(settings.model.init, partial=None), Path(settings.model.init)
     for branch in (method.student, method.teacher):
         backbone = branch.backbone
         own = backbone.state_dict()

@@ -68,9 +68,12 @@ def fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: object)
 
 
 def cover(
-    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], unknown: tuple[str, ...], path: str, partial: bool
+    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], unknown: tuple[str, ...], path: str, partial: bool | None
 ) -> tuple[str, ...]:
-    """The names that are missing or of another shape: none, or the weights are refused unless `partial`."""
+    """The names that are missing or of another shape: none, or the weights are refused unless `partial`.
+
+    It is None where nobody can be told that a part will do.
+    """
     missing = tuple(name for name in wanted if name not in found or wanted[name].shape != found[name].shape)
     if partial:
         # memory for a backbone that is named but is not there, whatever its claimed size, is not taken
@@ -84,7 +87,8 @@ def cover(
         stray = f"has {unknown[0]}, which this architecture does not"
         problem = f"{problem} and {stray}" if problem else stray
     if problem:
+        remedy = "make such of them with adclr export --partial" if partial is None else "say --partial"
         raise UserError(
-            f"{path} is of another architecture: it {problem}; use weights that cover the backbone, or say --partial"
+            f"{path} is of another architecture: it {problem}; use weights that cover the backbone, or {remedy}"
         )
     return ()

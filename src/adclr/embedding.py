@@ -75,13 +75,18 @@ class Settings(Section):
 
 
 def embed(
-    weights: str | Path, images: str | Path, out: str | Path, dense: bool = False, **settings: Any
+    weights: str | Path,
+    images: str | Path,
+    out: str | Path,
+    dense: bool = False,
+    partial: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """`embed("runs/photos", "photos/", out="features.parquet", vector="both")`: what was written, and how much."""
-    return run(str(weights), str(images), Path(out), dense, config.build(Settings, settings))
+    return run(str(weights), str(images), Path(out), dense, config.build(Settings, settings), partial)
 
 
-def run(weights: str, images: str, out: Path, dense: bool, settings: Settings) -> dict[str, Any]:
+def run(weights: str, images: str, out: Path, dense: bool, settings: Settings, partial: bool = False) -> dict[str, Any]:
     if launch.processes() > 1:
         raise UserError("features are made by one process; leave out torchrun")
     kind: Format = settings.format if dense else "parquet"
@@ -92,7 +97,7 @@ def run(weights: str, images: str, out: Path, dense: bool, settings: Settings) -
     Parts.check(out, kind)
     source = open_source(images)
     device = choose(settings.device)
-    found = load_weights(weights)
+    found = load_weights(weights, partial)
     network = Network(found, settings, dense, device)
     parts = Parts(out, kind, len(source), network.part_size(), network.facts() | {"images": _order_of(source)})
     about = parts.finished()

@@ -47,7 +47,7 @@ def export(
         made = WRITERS[to](found, temporary)
         checked = check(found.vit, made)
         text = card.write(found, card.find_run(str(weights)), made.library, made.usage, made.notes, checked)
-        (temporary / "README.md").write_text(text, encoding="utf-8")
+        (temporary / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
         # as in the card, no path of this machine
         made_by = {name: value for name, value in provenance().items() if name != "command"}
         report = found.report.as_json() | {"source": card.last_part(found.report.source)} if found.report else None

@@ -44,6 +44,7 @@ def open_labelled(path: str | Path) -> Labelled:
         before = "hf:" if hub else ""
         train, val = (open_source(before + os.path.join(folder, split)) for split in ("train", "val"))
     else:
+        _check_unsplit(root)
         whole = open_source(text)
         held_out = mix(whole.keys) % np.uint64(5) == 0
         train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
@@ -64,6 +65,18 @@ def open_labelled(path: str | Path) -> Labelled:
         raise UserError(small)
     numbers = {name: number for number, name in enumerate(classes)}
     return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
+
+
+def _check_unsplit(root: Path) -> None:
+    """Refuses train/ and test/, which would be taken for two classes; a class of images may be called train."""
+    for split, other in (("train", "val"), ("val", "train")):
+        if os.path.isdir(root / split):
+            with os.scandir(root / split) as found:
+                if any(entry.is_dir() and not entry.name.startswith(".") for entry in found):
+                    raise UserError(
+                        f"{root} has {split}/ with folders in it and no {other}/; "
+                        f"call the other split {other}/, or give {root / split} alone"
+                    )
 
 
 def _numbered(source: Source, numbers: dict[str, int]) -> Split:

@@ -31,7 +31,7 @@ CHUNK = 1024  # patches compared with all others at once
 
 def load(name: str, device: torch.device) -> Weights:
     """Weights that can be looked at."""
-    weights = load_weights(name)
+    weights = load_weights(name, partial=None)
     if weights.vit.query_keys == "all":
         raise UserError(f"{name} has model.query_keys=all, so that nothing can be read before its queries; use others")
     weights.vit.to(device)

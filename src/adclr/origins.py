@@ -202,7 +202,7 @@ def from_timm(name: str) -> Given:
     except ImportError:
         raise UserError(f"timm:{name} needs timm, which is not installed; pip install 'adclr[timm]'") from None
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1, cutoff=0.5)
         hint = f"did you mean timm:{near[0]}?" if near else "timm.list_models('vit*') lists them"
         raise UserError(f"timm has no model {name!r}; {hint}")
     try:

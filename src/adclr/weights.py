@@ -135,13 +135,17 @@ def load(weights: str | Path, partial: bool = False) -> VisionTransformer:
 
 
 def load_weights(
-    weights: str | Path, partial: bool = False, input_size: int | tuple[int, int] | None = None, show: bool = True
+    weights: str | Path,
+    partial: bool | None = False,
+    input_size: int | tuple[int, int] | None = None,
+    show: bool = True,
 ) -> Weights:
     """A W as a backbone and how its images are normalised.
 
     Tensors that are missing, or that this ViT has no place for, are a refusal unless `partial`, with which the missing
-    are drawn anew. With `input_size` (height and width) positions are resampled to it once, as their makers would.
-    What became of the tensors is in `report`, and on stderr unless the weights are ours.
+    are drawn anew; None is for commands that cannot be told so. With `input_size` (height and width) positions are
+    resampled to it once, as their makers would. What became of the tensors is in `report`, and on stderr unless the
+    weights are ours.
     """
     given, ours = _find(weights)
     found = _assemble(given, ours, partial)
@@ -188,7 +192,7 @@ def _find_in_run(path: Path) -> Given:
     return Given(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
 
 
-def _assemble(given: Given, ours: bool, partial: bool) -> Weights:
+def _assemble(given: Given, ours: bool, partial: bool | None) -> Weights:
     path = given.source
     named = layouts.name(given.tensors, path, given.hints)
     said = config.flatten(given.said)
@@ -280,7 +284,7 @@ def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
 def fingerprint(weights: Weights) -> str:
     """A hash of all that decides what these weights make of an image."""
     vit = weights.vit
-    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling)
+    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
     found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
     for name, tensor in sorted(vit.state_dict().items()):
         found.update(name.encode())

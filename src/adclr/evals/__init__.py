@@ -17,6 +17,7 @@ from typing import Any
 
 from adclr import config
 from adclr.config import UserError
+from adclr.parts import readable
 from adclr.runs import check_writable, provenance, write_json
 
 NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
@@ -103,9 +104,10 @@ def file_of(name: str, settings: Any) -> Path:
     own = os.path.isdir(weights) or weights.name == "backbone.safetensors"
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     places = [os.path.abspath(one) if os.path.exists(one) else one for one in data]
+    told = [readable(place) for place in places]
     update = {
-        "weights": "" if own else weights.name,
-        "data": tuple(places) if isinstance(settings.data, tuple) else places[0],
+        "weights": "" if own else readable(weights.name),
+        "data": tuple(told) if isinstance(settings.data, tuple) else told[0],
     }
     hashed = blake2b(settings.model_copy(update=update).model_dump_json().encode(), digest_size=4).hexdigest()
     named = "+".join(os.path.basename(place.rstrip("/")) for place in places)[:100]

@@ -6,7 +6,8 @@ block; resize to 256/224 and centre crop in test. The score is that of the last 
 the same ViT, newly initialised, all layers at full speed.
 
 With a place to write to it is resumed there: PLACE/metrics.jsonl and PLACE/checkpoints while it runs, and when it is
-done PLACE/model.safetensors, with timm's keys and the head's, and PLACE/model.json.
+done PLACE/model.safetensors, with timm's keys and the head's, and PLACE/model.json, together weights like any others;
+PLACE/classes.json says what the head tells apart.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from adclr.coverage import fit
 from adclr.devices import autocast_dtype
 from adclr.draws import Draws
 from adclr.evals.accuracy import accuracies
-from adclr.evals.classifier import Classifier, Pool, fingerprint
+from adclr.evals.classifier import Classifier, Pool
 from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
@@ -46,7 +47,7 @@ from adclr.labelled import Labelled
 from adclr.progress import Line
 from adclr.runs import Run, write_atomically, write_json
 from adclr.settings import Beta, Side
-from adclr.weights import Weights
+from adclr.weights import Description, Weights, architecture_of, fingerprint
 
 BASE = 768  # width of ViT-B
 AT_ONCE = 256  # images, where nothing is trained
@@ -203,7 +204,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
         album=album,
         val_labels=val_labels,
         run=run,
-        identity={"settings": told, "images": data, "start": fingerprint(model.state())},
+        identity={"settings": told, "images": data, "start": fingerprint(weights)},
         size=size,
         dtype=autocast_dtype(settings.precision, device),
         drop_path=(0.2 if base else 0.1) if settings.drop_path is None else settings.drop_path,
@@ -370,7 +371,10 @@ def finish(job: Job, run: Run) -> None:
     """Leaves the trained model where the checkpoints were."""
     best = job.model if job.ema is None else job.ema
     tensors = {name: tensor.cpu().contiguous() for name, tensor in best.state().items()}
-    facts = {"classes": job.labelled.classes, "pool": job.settings.pool, "size": job.size}
-    write_json(run.path / "model.json", facts | {"mean": job.weights.mean, "std": job.weights.std})
+    shown, head = job.weights, {"classes": job.labelled.classes, "pool": job.settings.pool, "size": job.size}
+    shape = architecture_of(job.model.vit)
+    described = Description(architecture=shape, mean=shown.mean, std=shown.std, max_value=shown.max_value)
+    write_json(run.path / "classes.json", head)
+    write_json(run.path / "model.json", described.model_dump(mode="json"))
     write_atomically(run.path / "model.safetensors", save(tensors))
     shutil.rmtree(run.checkpoints, ignore_errors=True)

@@ -45,7 +45,9 @@ DEFAULT_LRS = tuple(round(n * 10.0**k, 6) for k in range(-4, 1) for n in (1, 2, 
 class Protocol(Section):
     epochs: Count = Field(100, description="over the train split")
     batch_size: Count = Field(256, description="images of a step, of all processes")
-    lrs: Several[Positive] = Field(DEFAULT_LRS, description="learning rates at batch 256, trained together")
+    lrs: Several[Positive] = Field(
+        DEFAULT_LRS, min_length=1, description="learning rates at batch 256, trained together"
+    )
     num_blocks: Count | None = Field(None, description="blocks whose [CLS] is taken, the last ones; null: 4 for ViT-S")
     mean_patch: bool | None = Field(None, description="take the mean patch of the last block too; null: for ViT-B")
     min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")

@@ -18,19 +18,22 @@ from adclr.config import Several, UserError
 from adclr.devices import choose
 from adclr.evals import finetune as tuning
 from adclr.evals import linear as probing
-from adclr.evals.classifier import fingerprint
 from adclr.evals.finetune import Protocol as Tuning
 from adclr.evals.linear import Protocol as Probe
 from adclr.evals.task import Conditions, weights_of
 from adclr.labelled import open_labelled
+from adclr.public_sets import KINDS
 from adclr.runs import read_json, write_json
+from adclr.weights import fingerprint
 
 Chosen = probing.Settings | tuning.Settings
 
 
 class Settings(Conditions):
     data: Several[str] = Field((), description="labelled folders, or KIND:DIR; see linear")
-    how: Several[Literal["linear", "finetune"]] = Field(("linear",), description="what is done with each of them")
+    how: Several[Literal["linear", "finetune"]] = Field(
+        ("linear",), min_length=1, description="what is done with each of them"
+    )
     linear: Probe = Probe()
     finetune: Tuning = Tuning()
 
@@ -48,7 +51,7 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
     names = _names(settings.data)
     # all is looked at before anything is trained, so that a mistake in the last costs nothing
     labelled = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = fingerprint(weights_of(settings, choose(settings.device)).vit.state_dict())
+    start = fingerprint(weights_of(settings, choose(settings.device)))
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):
@@ -85,9 +88,20 @@ def _line(settings: Chosen, place: Path | None, identity: dict[str, Any]) -> dic
 
 
 def _names(data: tuple[str, ...]) -> list[str]:
-    """A short name of each: the kind of a public data set, else the name of its folder, as far as these differ."""
-    short = [one.partition(":")[0] if ":" in one else os.path.basename(os.path.abspath(one)) for one in data]
-    return [f"{name}-{number}" if short.count(name) > 1 else name for number, name in enumerate(short, 1)]
+    """A short name of each, no two alike: the kind of a public data set, else the name of its folder."""
+    short = []
+    for one in data:
+        kind = one.partition(":")[0]
+        short.append(kind if kind in KINDS else os.path.basename(os.path.abspath(one.removeprefix("hf:"))))
+    taken = set(short)
+    names = []
+    for number, name in enumerate(short, 1):
+        if short.count(name) > 1:
+            while f"{name}-{number}" in taken:  # a folder may be called so
+                name += "-"
+            name = f"{name}-{number}"
+        names.append(name)
+    return names
 
 
 def table(rows: list[dict[str, Any]]) -> str:

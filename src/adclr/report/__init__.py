@@ -24,7 +24,7 @@ def run(runs: Sequence[str], out: Path | None) -> Path:
     if out.is_dir():
         raise UserError(f"{out} is a folder; give the name of a file")
     stories = [story.read(path) for path in runs]
-    write_atomically(out, render(_named_apart(stories)).encode(), durable=False)
+    write_atomically(out, render(_named_apart(stories)).encode(errors="backslashreplace"), durable=False)
     return out
 
 

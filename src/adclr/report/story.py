@@ -182,7 +182,8 @@ def _scores(folder: Path) -> list[Scores]:
             continue
         numbers = {str(name): value for name, score in scores.items() if (value := _number(score)) is not None}
         data, when = _inner(held, "settings", "data") or path.stem, _inner(held, "provenance", "started")
-        found.append(Scores(path.parent.name, data, numbers, when))
+        control = ", from scratch" if _inner(held, "settings", "from_scratch") == "True" else ""
+        found.append(Scores(path.parent.name + control, data, numbers, when))
     return found
 
 
