@@ -65,7 +65,7 @@ QUICK = [  # arguments ({d}: images, {t}: an empty place), what the sentence say
     (["pretrain", "{t}/nowhere", "--out", "{t}/run"], "nowhere does not exist"),
     (
         ["pretrain", "{d}/train/disc", "--out", "{t}/run", "--recipe", "adclr_small"],
-        "fewer than train.batch_size=128; set",
+        "fewer than train.batch_size=64; set",
     ),
     (["pretrain", "{t}/empty", "--out", "{t}/run"], "holds no image"),
     (["pretrain", "{t}/texts", "--out", "{t}/run"], "holds no image; these count: .jpg"),

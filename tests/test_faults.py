@@ -232,7 +232,7 @@ def test_links_that_lead_nowhere_are_passed_over(images: Path, tmp_path: Path) -
 
 
 def test_help_through_a_pipe_that_closes() -> None:
-    command = f"{sys.executable} -m adclr pretrain --help | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m adclr pretrain --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 141
     assert done.stderr == ""
