@@ -316,11 +316,14 @@ def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
-    changes = REAL | {"settings": {**TINY, "train.epochs": 80, "train.checkpoint_every_steps": 1000}, "arms": {}}
+    changes = REAL | {"settings": {**TINY, "train.epochs": 15, "train.checkpoint_every_steps": 1000}, "arms": {}}
     file = study(tmp_path / "studies", **(changes | {"control": None}))
     command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={photos}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "adclr", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "adclr", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell starts with & ignores it
     )
     (cell,) = read(file).cells
     metrics = tmp_path / "runs" / cell.key / "metrics.jsonl"
