@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adclr import attention, fit, fused, gpu_code, mlp, norm, pretrain, speed, trial_kernels
+from adclr import attention, devices, fit, fused, gpu_code, mlp, norm, pretrain, speed, trial_kernels
 from adclr.ahead import Ahead
 from adclr.blocks import again_block, run_block
 from adclr.jobs import build
@@ -70,6 +70,17 @@ def test_kernels_that_cannot_be_compiled_are_not_launched(
     assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
     assert not attention.fits(gpu, [], 1)  # type: ignore[arg-type]
     assert not fused.possible(gpu)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bfloat16_only_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPatch, supported: bool) -> None:
+    """A T4 imitates it, which is slower than float32; who asks for it gets it all the same."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported or including_emulation)
+    monkeypatch.setattr(devices, "_has_bfloat16", devices._has_bfloat16.__wrapped__)
+    gpu = torch.device("cuda", 0)
+    assert devices.autocast_dtype("auto", gpu) == (torch.bfloat16 if supported else None)
+    assert devices.autocast_dtype("bfloat16", gpu) == torch.bfloat16
+    assert devices.autocast_dtype("auto", torch.device("cpu")) is None
 
 
 def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

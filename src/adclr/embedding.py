@@ -70,7 +70,7 @@ class Settings(Section):
     )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
+        "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
     )
 
 

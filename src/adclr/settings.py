@@ -196,7 +196,7 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="everything random follows from it")
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 autocast on a GPU, float32 on a CPU"
+        "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
