@@ -198,11 +198,12 @@ def test_collapse_is_looked_for_where_it_can_be() -> None:
     """A local view has no queries: with any, `[CLS]` must match a view whose queries it cannot read."""
     cells = read(STUDIES / "collapse.yaml").cells
     assert {(cell.settings.views.num_queries, cell.settings.model.query_keys) for cell in cells} == {
-        (number, keys) for number in (1, 10, 144) for keys in ("image", "all")
+        (number, keys) for number in (1, 10, 49) for keys in ("image", "all")
     }
     for cell in cells:
         assert cell.settings.views.num_local == 0 or cell.settings.method.queries_in_local_views
-        assert max(each.settings.views.num_queries for each in cells) >= (cell.settings.views.global_size // 8) ** 2
+        patches = (cell.settings.views.global_size // cell.settings.model.patch_size) ** 2
+        assert max(each.settings.views.num_queries for each in cells) >= patches
 
 
 def test_ablations_share_their_runs() -> None:

@@ -55,6 +55,6 @@ def adclr_command(*arguments: object, **environment: str) -> subprocess.Complete
         [sys.executable, "-m", "adclr", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment,
     )
