@@ -152,6 +152,15 @@ def test_unreadable_images_are_left_out_and_too_many_refused(tmp_path: Path) -> 
         score(data)
 
 
+def test_what_another_process_could_not_read_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of images drawn anew that are not kept, a process meets only its own; here the other one met numbers 0 and 1."""
+    data = segmented(tmp_path, 4, 4, 32)
+    (data / "images" / "train" / "0.png").write_bytes(b"broken")
+    monkeypatch.setattr("adclr.feed.distributed.gather", lambda own: torch.cat([own, torch.tensor([0, 1])]))
+    found = score(data, max_unreadable=0.5, augment_epochs=1)
+    assert (found["num_train"], found["num_unreadable"]) == (2, 2)
+
+
 def test_as_a_user_runs_it_in_one_process_and_in_two(tmp_path: Path) -> None:
     data, weights = segmented(tmp_path / "data", 5, 4, 32), saved(tmp_path / "weights")
     settings = {"size": 32, "memory_size": 300, "k": 5}

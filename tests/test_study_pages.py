@@ -74,6 +74,15 @@ def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
         table.collect(found, results)
 
 
+def test_a_number_of_the_training_that_no_run_wrote_is_named(tmp_path: Path) -> None:
+    rank = {"name": "training", "score": "rank_clss"}
+    found, results = kept(tmp_path / "results", study(tmp_path, evaluations={"kNN": KNN, "rank": rank}), {})
+    table.collect(found, results)  # before any run there is nothing to say
+    found, results = kept(tmp_path / "results", study(tmp_path, evaluations={"rank": rank}), {("demo", 0): 50.0})
+    with pytest.raises(UserError, match=r"no run has written a number 'rank_clss'; there are: .*rank_cls"):
+        table.collect(found, results)
+
+
 @pytest.mark.parametrize("with_grid", [False, True])
 def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> None:
     arms = {"one & all": None, "<two>": {"settings": {"query_keys": "all"}}}

@@ -101,6 +101,11 @@ class Feed:
             return self.store.image(index)
         return self._next(index, self.decoder)
 
+    def num_unreadable(self) -> int:
+        """As far as any process has seen."""
+        listed = distributed.gather(torch.tensor(sorted(self.unreadable), dtype=torch.int64))
+        return len(set(listed.tolist()))
+
     def shown(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Whose pixels a batch has in the places of these images, once it is made."""
         with self._lock:

@@ -97,8 +97,7 @@ class Crops:
 
     def num_readable(self) -> int:
         """As far as any process has seen."""
-        listed = distributed.gather(torch.tensor(sorted(self.feed.unreadable), dtype=torch.int64))
-        return len(self.split.labels) - len(np.unique(listed.numpy()))
+        return len(self.split.labels) - self.feed.num_unreadable()
 
     def _order(self, start: int, end: int, micro: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         keys, local = self.split.source.keys, self.batch_size // distributed.world_size()

@@ -73,7 +73,7 @@ class Settings(Pace, Conditions):
         None, description="speed of a layer, of the one above; null: 0.75, from scratch 1"
     )
     test_batch_size: Count = Field(4, description="test images at once, of one size")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
     pictures: Annotated[int, Field(ge=0, le=64)] = Field(4, description="val images whose detections are drawn")
 
 

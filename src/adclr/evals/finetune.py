@@ -84,7 +84,7 @@ class Protocol(Section):
     validate_every: Count | None = Field(None, description="epochs between scores; null: one at the end")
     checkpoint_minutes: Positive = Field(2.0, description="between checkpoints")
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
     compile: Literal["auto", "on", "off"] = Field("auto", description="compile the blocks; auto: on a GPU")
 
 

@@ -48,7 +48,7 @@ class Settings(Pixelwise):
     k: Count = Field(30, description="neighbours")
     temperature: Positive = Field(0.02, description="of the softmax over their similarities")
     batch_size: Count = Field(16, description="images at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def remember(
                 inside = np.flatnonzero(seen.places < passes * len(segmented.train))
                 counts = patch_labels(seen.labels, weights.vit.grid_of(*size), patch, num_classes)
                 keep(seen.places[inside], seen.draws, encode(seen.images, normalised=True), counts)
-        unreadable = len(crops.feed.unreadable)
+        unreadable = crops.feed.num_unreadable()
     keys, labels = (_joined(rows, which, (width,), device) for which, width in ((0, weights.vit.dim), (1, num_classes)))
     if not len(keys):
         raise UserError(f"no patch of {segmented.train.root} has a label; see to {segmented.train.labels}")

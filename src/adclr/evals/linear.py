@@ -53,7 +53,7 @@ class Protocol(Section):
     min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
     quick: bool = Field(False, description="train on the features of centre crops, taken once")
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
 
 
 class Settings(Protocol, Task):

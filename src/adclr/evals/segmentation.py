@@ -63,7 +63,7 @@ class Settings(Pace, Pixelwise):
     test_scales: Several[Positive] = Field((1.0,), min_length=1, description="at which test images are seen")
     test_mirrored: bool = Field(False, description="see their mirror images too")
     test_batch_size: Count = Field(8, description="test images at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
     compile: bool = Field(False, description="compile the blocks, which takes half a minute on a GPU")
 
 

@@ -48,7 +48,7 @@ class Settings(Conditions):
     k: Count = Field(5, description="neighbours that hand on their labels")
     temperature: Positive = Field(0.1, description="of the softmax over their similarities")
     batch_size: Count = Field(16, description="frames at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
     pictures: Annotated[int, Field(ge=0, le=64)] = Field(4, description="clips of which a frame is drawn")
 
 

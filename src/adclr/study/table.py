@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from adclr.study.outline import Evaluation, Study
+from adclr.config import UserError
+from adclr.study.outline import TRAINING, Evaluation, Study
 from adclr.study.results import Results, value
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond them the normal one is near enough
@@ -71,7 +72,17 @@ def collect(study: Study, results: Results) -> Rows:
             for name, number in zip(COSTS, costs, strict=True):
                 if isinstance(number, int | float):
                     row[name][cell.seed] = float(number)
+    for title, evaluation in study.outline.evaluations.items():
+        if not any(row[title] for row in found.values()):
+            _named(evaluation, [kept for kept in map(results.of, study.cells) if kept is not None])
     return {label: {name: Sample(numbers) for name, numbers in row.items()} for label, row in found.items()}
+
+
+def _named(evaluation: Evaluation, runs: list[Mapping[str, Any]]) -> None:
+    """Refuses a number of the training that no run has written: DINO has none of queries, but some arm has."""
+    names = {name for run in runs for name in run["training"].get("last", {})}
+    if evaluation.name == TRAINING and names and evaluation.score not in names:
+        raise UserError(f"no run has written a number '{evaluation.score}'; there are: {', '.join(sorted(names))}")
 
 
 def page(study: Study, results: Results, rows: Rows, figure: str | None) -> str:
