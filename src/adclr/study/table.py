@@ -61,8 +61,11 @@ def collect(study: Study, results: Results) -> Rows:
     """All scores there are, and what each kind of run cost."""
     columns = (*study.outline.evaluations, *COSTS)
     found: dict[str, dict[str, dict[int, float]]] = {label: {name: {} for name in columns} for label in study.labels}
+    written: dict[str, Any] = {}  # by any run, of its training
+    whole = True
     for cell in study.cells:
         row, kept = found[cell.label], results.of(cell)
+        whole &= kept is not None
         for title, evaluation in study.outline.evaluations.items():
             number = value(kept, evaluation)
             if number is not None:
@@ -72,17 +75,13 @@ def collect(study: Study, results: Results) -> Rows:
             for name, number in zip(COSTS, costs, strict=True):
                 if isinstance(number, int | float):
                     row[name][cell.seed] = float(number)
-    for title, evaluation in study.outline.evaluations.items():
-        if not any(row[title] for row in found.values()):
-            _named(evaluation, [kept for kept in map(results.of, study.cells) if kept is not None])
+        written |= {} if kept is None else kept["training"].get("last", {})
+    for evaluation in study.outline.evaluations.values():
+        # of some runs alone it could not be said: DINO has no number of queries
+        if evaluation.name == TRAINING and whole and written and evaluation.score not in written:
+            names = ", ".join(sorted(written))
+            raise UserError(f"no run has written a number '{evaluation.score}'; there are: {names}")
     return {label: {name: Sample(numbers) for name, numbers in row.items()} for label, row in found.items()}
-
-
-def _named(evaluation: Evaluation, runs: list[Mapping[str, Any]]) -> None:
-    """Refuses a number of the training that no run has written: DINO has none of queries, but some arm has."""
-    names = {name for run in runs for name in run["training"].get("last", {})}
-    if evaluation.name == TRAINING and names and evaluation.score not in names:
-        raise UserError(f"no run has written a number '{evaluation.score}'; there are: {', '.join(sorted(names))}")
 
 
 def page(study: Study, results: Results, rows: Rows, figure: str | None) -> str:
