@@ -26,7 +26,7 @@ from adclr.decode import Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
 from adclr.sources import Source, fail
-from adclr.threads import in_order
+from adclr.threads import ASSEMBLERS, in_order
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
 Plan = TypeVar("Plan")
@@ -148,19 +148,17 @@ class Feed:
         self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner[Plan]
     ) -> Generator[Batch[Plan], None, None]:
         """A batch for each (epoch, indices), in order."""
+        there = self.store is not None and self.store.on_gpu  # then nothing must be brought
         return in_order(
             order,
-            lambda job: self._wanted(job[1]),
+            lambda job: job[1][:0] if there else job[1],
             self._item,
             lambda job, items: self._assemble(*job, items, planner),
             self.reading,
             self.num_workers,
             self._gpu,
+            assemblers=1 if there else ASSEMBLERS,  # and no one waits: two took Python's lock from who launches kernels
         )
-
-    def _wanted(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of these must be brought: none if all lie on the GPU."""
-        return indices[:0] if self.store is not None and self.store.on_gpu else indices
 
     def _assemble(
         self, epoch: int, indices: NDArray[np.int64], items: list[Pixels | Encoded], planner: Planner[Plan]

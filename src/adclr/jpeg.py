@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SIGNATURE = b"\xff\xd8\xff"
 _ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without a length
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # start of frame; the other three are tables
+_SCAN = 0xDA
 DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended and progressive Huffman: what libjpeg and nvJPEG decode
 
 
@@ -19,6 +21,8 @@ class Header:
     frame: int  # the marker of the frame
     orientation: int  # of EXIF, 1 to 8; 1 is upright
     luma: bool  # three components are brightness and colours, not red, green and blue
+    scan: int  # where the pixels begin; 0 if there are none
+    scanned: int  # components in the first scan
 
     @property
     def plain(self) -> bool:
@@ -28,51 +32,64 @@ class Header:
     @property
     def baseline(self) -> bool:
         """Colours of 8 bits in one scan, as nearly all cameras write them."""
-        return self.frame == 0xC0 and self.components == 3 and self.luma
+        return self.frame == 0xC0 and self.components == self.scanned == 3 and self.luma
 
     def fits(self, data: bytes) -> bool:
         """Whether a file can hold these pixels at all: in the common codes a block of 8×8 takes a bit or more."""
         blocks = -(-self.height // 8) * -(-self.width // 8)
-        return not self.plain or blocks <= 8 * len(data)
+        return not self.plain or blocks <= 8 * (len(data) - self.scan)
 
 
 def read_header(data: bytes) -> Header | None:
     """None if this is not a JPEG file or its header is broken."""
-    if not data.startswith(SIGNATURE):
-        return None
-    place, orientation, luma = 2, 1, True
-    while place + 4 <= len(data):
-        if data[place] != 0xFF:
-            return None
-        marker = data[place + 1]
-        if marker == 0xFF:  # padding
-            place += 1
-            continue
-        if marker < 0xC0 and marker != 0x01:  # reserved; what decoders make of these differs, so no one is trusted
-            return None
-        if marker in _ALONE:
-            place += 2
-            continue
-        length = int.from_bytes(data[place + 2 : place + 4], "big")
-        start, end = place + 4, place + 2 + length
-        if length < 2 or end > len(data):
-            return None
+    orientation, luma = 1, True
+    segments = _segments(data)
+    for marker, start, end in segments:
         if marker == 0xE1 and orientation == 1:
             orientation = _orientation(data[start:end])
-        elif marker == 0xEE and data[start : start + 5] == b"Adobe" and length >= 14:
+        elif marker == 0xEE and data[start : start + 5] == b"Adobe" and end - start >= 12:
             luma = data[start + 11] != 0  # its way to say that colours were not transformed
         elif marker in _FRAMES:
-            if length < 8:
+            if end - start < 6:
                 return None
             bits, height, width, components = struct.unpack(">BHHB", data[start : start + 6])
             if not height or not width or bits != 8:
                 return None
             names = bytes(data[start + 6 + 3 * i] for i in range(components) if start + 6 + 3 * i < end)
-            return Header(height, width, components, marker, orientation, luma and names != b"RGB")
-        elif marker in (0xD9, 0xDA):  # the end, or pixels before any frame
+            scan, scanned = _scan(data, segments)
+            return Header(height, width, components, marker, orientation, luma and names != b"RGB", scan, scanned)
+        elif marker == _SCAN:  # pixels before any frame
             return None
-        place = end
     return None
+
+
+def _scan(data: bytes, segments: Iterator[tuple[int, int, int]]) -> tuple[int, int]:
+    """Where the first scan among the segments after the frame begins, and of how many components it is."""
+    for marker, start, end in segments:
+        if marker == _SCAN:
+            return end, data[start] if start < end else 0
+    return 0, 0
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker, beginning and end of each, as far as they make sense."""
+    place = 2 if data.startswith(SIGNATURE) else len(data)
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker == 0xFF:  # padding
+            place += 1
+            continue
+        if marker in _ALONE:
+            place += 2
+            continue
+        # reserved (what decoders make of these differs, so no one is trusted), or the end of the picture
+        if marker < 0xC0 or marker == 0xD9:
+            return
+        end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+        if not place + 4 <= end <= len(data):
+            return
+        yield marker, place + 4, end
+        place = end
 
 
 def _orientation(block: bytes) -> int:

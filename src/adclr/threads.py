@@ -45,6 +45,7 @@ def in_order(
     num_workers: int,
     gpu: int | None = None,
     ahead: int = AHEAD,
+    assemblers: int = ASSEMBLERS,
 ) -> Generator[Made, None, None]:
     """`assemble(job, items)` for each job, in order; `bring` has brought the items that `wanted(job)` names.
 
@@ -55,7 +56,7 @@ def in_order(
     def bring_all(indices: NDArray[np.int64]) -> list[Item]:
         return [bring(int(index)) for index in indices]
 
-    crew = _Crew(wanted, bring_all, assemble, reading, max(1, num_workers), gpu)
+    crew = _Crew(wanted, bring_all, assemble, reading, max(1, num_workers), gpu, assemblers)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -81,15 +82,16 @@ class _Crew(Generic[Job, Item, Made]):
         reading: Callable[[], str],
         num_workers: int,
         gpu: int | None,
+        num_assemblers: int,
     ) -> None:
         self.wanted, self.bring, self.assemble, self.reading = wanted, bring, assemble, reading
-        self.num_workers, self.gpu = num_workers, gpu
+        self.num_workers, self.gpu, self.num_assemblers = num_workers, gpu, num_assemblers
         self.waiting: deque[tuple[Job, Future[Made]]] = deque()
         self._begin()
 
     def _begin(self) -> None:
         self.decoders = Workers(self.num_workers, "decode")
-        self.assemblers = Workers(ASSEMBLERS, "assemble", self._be_there)
+        self.assemblers = Workers(self.num_assemblers, "assemble", self._be_there)
 
     def _be_there(self) -> None:
         """A thread begins on the first GPU, whichever the others are on."""

@@ -42,7 +42,9 @@ def run(
         check_writable(out)
         if SCENES in study.data_names():
             folders[SCENES] = _scenes(out / SCENES)
-        again = sum(kept.of(cell) is not None and not place.has_weights(cell) for cell in possible)
+        again = sum(
+            not cell.untrained and kept.of(cell) is not None and not place.has_weights(cell) for cell in possible
+        )
         if again:
             print(f"{again} runs are trained again to be scored, since their weights are not in {out}", flush=True)
         place = Place(out, folders, gpus() * at_once)

@@ -199,8 +199,8 @@ def _told(study: Study, cell: Cell, results: Results) -> str:
 
 
 def _state(worker: Worker) -> str:
-    """How far a run is, by the last line of its metrics, or of what it said."""
-    if (worker.run.path / "results.json").exists() or worker.cell.untrained:
+    """How far a run is: by the last line of its metrics, and of what it said once there are weights."""
+    if (worker.run.path / "backbone.safetensors").exists() or worker.cell.untrained:
         return f"{_name(worker.cell)}: {_last_line(worker.log)[:60]}"
     last = re.search(r'"epoch": ([0-9.]+)', _last_line(worker.run.path / "metrics.jsonl"))
     epoch = float(last[1]) if last else 0.0
