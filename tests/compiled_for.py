@@ -25,14 +25,8 @@ from adclr.draws import key_of
 from adclr.settings import Settings
 from adclr.views import plan
 
-SHARED = {
-    80: 163,
-    86: 99,
-    89: 99,
-    90: 227,
-    100: 227,
-    120: 99,
-}  # KiB that a program may have on chip, of 1 more: A100, ..., RTX 50
+# KiB that a program may have on chip, of 1 more: A100, ..., RTX 50
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 LENGTHS = [(207, 197), (37, 37), (393, 197), (64, 17), (272, 272)]
 
 

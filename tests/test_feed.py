@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,23 @@ def test_a_single_file_that_is_gone_is_listed(folder: Path, tmp_path: Path) -> N
     assert listed == [source.paths[3]] * 2
     shutil.move(folder, tmp_path / "elsewhere")
     assert Subset(source, np.arange(5, 9)).lost(0) == str(folder)
+
+
+@pytest.mark.parametrize(("on_gpu", "count"), [(True, 1), (False, 2)])
+def test_one_thread_plans_where_nothing_must_be_waited_for(folder: Path, on_gpu: bool, count: int) -> None:
+    feed = Feed(ImageFolder(folder), 2, Decoder())
+    feed.keep("ram", torch.device("cpu"))
+    assert feed.store is not None
+    feed.store.on_gpu = on_gpu
+    seen = set()
+
+    def slow(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> Plan:
+        seen.add(threading.get_ident())
+        time.sleep(0.05)  # time for another thread, if there is one, to take the next batch
+        return planner(epoch, keys, sizes)
+
+    assert len(list(feed.batches(order(len(feed.source)), slow))) > 2
+    assert len(seen) == count
 
 
 def test_stopping_early_leaves_no_thread(folder: Path) -> None:

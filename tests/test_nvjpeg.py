@@ -101,7 +101,7 @@ def test_a_batch_is_what_the_cpu_makes_of_it_upright_and_in_order() -> None:
 
 
 def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> None:
-    """One that only decoding finds out, one that the header tells, and one that is not there."""
+    """One without pixels, one that is no picture, and one that is not there."""
     for number in range(12):
         (tmp_path / f"{number:02d}.jpg").write_bytes(jpeg(number))
     whole = jpeg(3)

@@ -282,6 +282,7 @@ def test_what_has_no_data_here_waits_and_weights_can_come_from_elsewhere(
     more = study(tmp_path / "studies", **REAL | {"evaluations": {"cars": KNN | {"data": "cars"}}})
     again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}")
     assert "1 runs are missing; say where the data lies to make them: photos=DIR" in again.stdout
+    assert "trained again" not in again.stdout  # the other one is untrained
     again = adclr("study", more, "--out", tmp_path / "none", f"cars={photos}", f"photos={photos}")
     assert "1 runs are trained again to be scored, since their weights are not in" in again.stdout
     assert "1 runs, 1 of them done" not in again.stdout

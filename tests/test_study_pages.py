@@ -56,6 +56,21 @@ def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> Non
     json.dumps(told)
 
 
+def test_the_page_says_where_and_with_what_it_was_trained(tmp_path: Path) -> None:
+    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1]), {("demo", 0): 50.0, ("demo", 1): 52.0})
+
+    def told(*commits: str | None) -> str:
+        for cell, commit in zip(found.cells, commits, strict=True):
+            start = {"device": "NVIDIA H200", "started": "2026-11-16T02:35:20+0000", "commit": commit}
+            text = json.loads(results.file(cell).read_text()) | {"provenance": [start]}
+            results.file(cell).write_text(json.dumps(text))
+        return table.page(found, results, table.collect(found, results), None)
+
+    assert "Trained on NVIDIA H200; 2026-11-16; commit 0123456+, 89abcde. " in told("0123456789+", "89abcdef01")
+    assert "2026-11-16; commit 89abcde. " in told(None, "89abcdef01")  # one of them where there was no git
+    assert "2026-11-16; commit not recorded. " in told(None, None)
+
+
 def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:
     file = study(tmp_path, seeds=[0, 1])
     kept(tmp_path / "results", file, {("demo", 0): 50.0, ("demo", 1): 52.0})

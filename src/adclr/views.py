@@ -119,9 +119,8 @@ def _crops(
         sigma = draws.uniform(f"{kind} sigma", count, low=views.blur_sigma[0], high=views.blur_sigma[1])
 
     def chance(what: str, probability: float | tuple[float, float], wanted: bool = True) -> Bools:
-        if not wanted or not np.any(
-            probability
-        ):  # what cannot be is not drawn, which saves a third of the time of a plan
+        # what cannot be is not drawn, which saves a third of the time of a plan
+        if not wanted or not np.any(probability):
             return np.zeros(shape, np.bool_)
         return draws.chance(f"{kind} {what}", np.broadcast_to(np.asarray(probability, np.float64), shape), count)
 

@@ -192,12 +192,13 @@ def _protocol(study: Study, results: Results, evaluations: Mapping[str, Evaluati
             lines.append(f"{title}: the last `{one.score}` of the run's own metrics.")
     starts = [start for cell in study.cells for start in (results.of(cell) or {}).get("provenance", [])]
     devices = sorted({str(start.get("device")) for start in starts})
-    commits = sorted({f"{commit[:7]}{'+' * commit.endswith('+')}" for commit in (str(s.get("commit")) for s in starts)})
+    known = {str(commit) for start in starts if (commit := start.get("commit"))}  # none where there was no git
+    commits = sorted(f"{commit[:7]}{'+' * commit.endswith('+')}" for commit in known)
     days = sorted({str(start.get("started"))[:10] for start in starts})
     if starts:
         lines.append(
             f"Trained on {', '.join(devices)}; {days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}; "
-            f"commit {', '.join(commits)}. What each run was told: `runs/KEY.json` beside this page."
+            f"commit {', '.join(commits) or 'not recorded'}. What each run was told: `runs/KEY.json` beside this page."
         )
     names = sorted(study.data_names() - {"scenes"})
     lines.append(f"Command: `adclr study {shlex.quote(_short(study.file))}{''.join(f' {name}=DIR' for name in names)}`")
