@@ -200,6 +200,7 @@ def _protocol(study: Study, results: Results, evaluations: Mapping[str, Evaluati
             f"Trained on {', '.join(devices)}; {days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}; "
             f"commit {', '.join(commits) or 'not recorded'}. What each run was told: `runs/KEY.json` beside this page."
         )
+        lines.append("Minutes and images/s are of each run as it was made, be it alone on its GPU or beside others.")
     names = sorted(study.data_names() - {"scenes"})
     lines.append(f"Command: `adclr study {shlex.quote(_short(study.file))}{''.join(f' {name}=DIR' for name in names)}`")
     return "  \n".join(lines)
