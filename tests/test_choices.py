@@ -94,7 +94,8 @@ def test_recipes_are_the_methods_they_name() -> None:
     made = {name: config.build(Settings, config.recipe(name)) for name in config.recipe_names()}
     for family in ("vits16", "small"):
         dino, adclr = made[f"dino_{family}"], made[f"adclr_{family}"]
-        assert config.differences(dino, adclr) == ["views.num_queries is 0 there and 10 here"]
+        own = ["method.query_weight is 0.5 there and 0.1 here"] if family == "small" else []  # nothing without queries
+        assert sorted(config.differences(dino, adclr)) == [*own, "views.num_queries is 0 there and 10 here"]
         ibot, star = made[f"ibot_{family}"], made[f"adclr_mim_{family}"]
         assert config.differences(ibot, star) == ["views.num_queries is 0 there and 10 here"]
         assert star.method.masked_weight == 1.0
