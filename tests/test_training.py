@@ -87,7 +87,7 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in metrics if "loss" in row] == list(range(1, 9))
     assert [row["step"] for row in metrics if "knn_top1" in row] == [0, 4, 8]
     first = next(row for row in metrics if "loss" in row)
-    assert first["loss"] == pytest.approx(first["loss_global"] + 0.5 * first["loss_query"])
+    assert first["loss"] == pytest.approx(first["loss_global"] + settings.method.query_weight * first["loss_query"])
     assert first["lr"] == 0
     results = json.loads((run.path / "results.json").read_text())
     assert results["steps"] == 8
