@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
 from adclr.gpus import Gpu
+from adclr.plan_text import describe, size
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
@@ -35,7 +35,6 @@ UNCOMPILED = 1.013  # times as long
 # A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
 LAUNCH_SECONDS = 0.0068
 GIB, GB = 2**30, 1e9
-COLUMNS = 110  # of the printed text
 LONG_DAYS = 30.0  # beyond, the user is warned
 ASSUMED_SIDE = 256  # pixels of images of which only the number is known
 NAME_BYTES = 64  # of the index, for each of such images
@@ -298,7 +297,7 @@ def _report(
     disk = _disk(settings, source, count, steps)
     disk["free_gb"] = None if out is None else _free(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
-        warnings.append(f"{out} has room for {_size(disk['free_gb'])}, less than is needed; choose another --out")
+        warnings.append(f"{out} has room for {size(disk['free_gb'])}, less than is needed; choose another --out")
     parameters = cost.parameters(settings)
     return {
         "data": settings.data.path or None,
@@ -363,47 +362,3 @@ def _free(path: Path) -> float:
     while not path.exists():
         path = path.parent
     return float(shutil.disk_usage(path).free)
-
-
-def describe(plan: Mapping[str, Any]) -> list[str]:
-    """The plan as lines of text."""
-    memory, spent, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
-    parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
-    rate, free = spent["images_per_second"], disk["free_gb"]
-    rows = {
-        "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
-        f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
-        "basis": plan["basis"],
-        "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
-        f"{memory['images_that_fit']} images fit at once{many}",
-        "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
-        f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{_duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{_duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
-        "the step alone, without probes",
-        "disk": f"{_size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {_size(disk['checkpoint_gb'])} "
-        f"(one of them while it is written), backbone {_size(disk['backbone_gb'])}, logs {_size(disk['logs_gb'])}, "
-        f"index {_size(disk['index_gb'])}" + ("" if free is None else f"; {_size(free)} are free"),
-    }
-    if decoded:
-        kept = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(decoded["kept"], "decoded anew in every epoch")
-        rows["images"] = (
-            f"{_size(decoded['gib'] * GIB / GB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
-            f"images/s are decoded by {decoded['threads']} threads here"
-        )
-    told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
-    return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
-
-
-def _duration(hours: float) -> str:
-    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
-        if hours >= 2 * length:
-            return f"{hours / length:.1f} {unit}"
-    return f"{hours * 3600:.3g} seconds"
-
-
-def _size(gigabytes: float) -> str:
-    for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
-        if gigabytes >= length:
-            return f"{gigabytes / length:.3g} {unit}"
-    return f"{gigabytes * 1e6:.0f} kB"

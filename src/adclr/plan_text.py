@@ -1,0 +1,54 @@
+"""A plan of a run as text for people: from the numbers that `planning.run` gives."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+COLUMNS = 110
+GIB, GB = 2**30, 1e9
+
+
+def describe(plan: Mapping[str, Any]) -> list[str]:
+    """The plan as lines of text."""
+    memory, spent, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
+    parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
+    rate, free = spent["images_per_second"], disk["free_gb"]
+    rows = {
+        "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
+        f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
+        "basis": plan["basis"],
+        "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
+        f"{memory['images_that_fit']} images fit at once{many}",
+        "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
+        f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
+        "time": f"{duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
+        "the step alone, without probes",
+        "disk": f"{size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {size(disk['checkpoint_gb'])} "
+        f"(one of them while it is written), backbone {size(disk['backbone_gb'])}, logs {size(disk['logs_gb'])}, "
+        f"index {size(disk['index_gb'])}" + ("" if free is None else f"; {size(free)} are free"),
+    }
+    if decoded:
+        kept = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(decoded["kept"], "decoded anew in every epoch")
+        rows["images"] = (
+            f"{size(decoded['gib'] * GIB / GB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
+            f"images/s are decoded by {decoded['threads']} threads here"
+        )
+    told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
+    return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
+
+
+def duration(hours: float) -> str:
+    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
+        if hours >= 2 * length:
+            return f"{hours / length:.1f} {unit}"
+    return f"{hours * 3600:.3g} seconds"
+
+
+def size(gigabytes: float) -> str:
+    for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
+        if gigabytes >= length:
+            return f"{gigabytes / length:.3g} {unit}"
+    return f"{gigabytes * 1e6:.0f} kB"
