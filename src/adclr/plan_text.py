@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 COLUMNS = 110
-GIB, GB = 2**30, 1e9
+GB_IN_GIB = 2**30 / 1e9
 
 
 def describe(plan: Mapping[str, Any]) -> list[str]:
@@ -23,8 +23,8 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         f"{memory['images_that_fit']} images fit at once{many}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
         f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
+        "time": f"{_duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{_duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
         "the step alone, without probes",
         "disk": f"{size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {size(disk['checkpoint_gb'])} "
         f"(one of them while it is written), backbone {size(disk['backbone_gb'])}, logs {size(disk['logs_gb'])}, "
@@ -33,14 +33,14 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
     if decoded:
         kept = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(decoded["kept"], "decoded anew in every epoch")
         rows["images"] = (
-            f"{size(decoded['gib'] * GIB / GB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
+            f"{size(decoded['gib'] * GB_IN_GIB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
             f"images/s are decoded by {decoded['threads']} threads here"
         )
     told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
     return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
 
 
-def duration(hours: float) -> str:
+def _duration(hours: float) -> str:
     for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
         if hours >= 2 * length:
             return f"{hours / length:.1f} {unit}"
