@@ -122,6 +122,23 @@ def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> 
     assert not with_grid or {"1", "5", "num_queries"} <= set(shown)
 
 
+@pytest.mark.parametrize("with_grid", [False, True])
+def test_an_arm_without_runs_is_not_in_the_figure(tmp_path: Path, with_grid: bool) -> None:
+    arms = {"made": None, "half made": {"settings": {"momentum": 0.97}}, "to be made": {"settings": {"momentum": 0.9}}}
+    grid = {"views.num_queries": [1, 5]} if with_grid else {}
+    file = study(tmp_path, arms=arms, grid=grid)
+    labels = read(file).labels
+    scores = {(label, 0): 40.0 for label in labels if label.startswith("made")} | {
+        (next(label for label in labels if label.startswith("half made")), 0): 50.0
+    }
+    found, results = kept(tmp_path / "results", file, scores)
+    text = figure.draw(found, table.collect(found, results))
+    assert text is not None
+    shown = {node.text for node in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"made", "half made"} <= shown
+    assert "to be made" not in shown
+
+
 @pytest.mark.parametrize("kind", ["twelve arms", "two settings", "numbers"])
 def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
     """Twelve arms of forty letters: every text lies within the picture, and none on another."""

@@ -47,10 +47,12 @@ class Panel:
 
 
 def draw(study: Study, rows: Rows) -> str | None:
-    """None if there is nothing to show."""
+    """None if there is nothing to show. Arms of which nothing is known yet are left to the table."""
     panels = []
-    arms, points = study.arms, study.points
     labels = {(cell.arm, cell.point): cell.label for cell in study.cells}
+    known = {label for label, samples in rows.items() if any(sample.by_seed for sample in samples.values())}
+    points = study.points
+    arms = [arm for arm in study.arms if any(labels[arm, point] in known for point in points)]
     shared = _shared(points)
     for title in study.outline.evaluations:
         control = rows[study.outline.control][title].mean if study.outline.control else None
