@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +97,32 @@ def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     assert method.student.backbone.run_block is not run_block
     assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
     assert all(parameter.grad is None for parameter in method.parameters())
+
+
+QUIET = """
+import torch
+from adclr import speed
+from adclr.jobs import build
+from adclr.vit import VisionTransformer
+from tiny import tiny
+real = VisionTransformer.compile_blocks
+VisionTransformer.compile_blocks = lambda vit: real(vit, backend="aot_eager")
+settings = tiny(compile="on")
+assert speed.prepare(build(settings), settings, torch.device("cpu"), None, 4).failure is None
+"""
+
+
+def test_the_compiler_says_nothing_that_is_no_news() -> None:
+    """In a process of its own: it says each thing once. Without the filter four lines on in-place operations."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", QUIET],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""
 
 
 def test_auto_compiles_on_a_gpu_only_and_activations_are_checkpointed_when_asked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,11 @@ from typing import NamedTuple
 import torch
 
 from adclr.vit import VisionTransformer
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """All but this one: what is made again in backward has nothing in place, and the user could not change it."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 class Compiled(NamedTuple):
@@ -24,6 +30,7 @@ def compile_blocks(backbones: Sequence[VisionTransformer], trial: Callable[[], N
     """
     plain = [backbone.run_block for backbone in backbones]
     started, failure = time.monotonic(), None
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     torch.compiler.reset()  # all models share one function, and 8 forms of it are kept
     for backbone in backbones:
         backbone.compile_blocks()
