@@ -149,7 +149,7 @@ class Method(Section):
     queries_in_local_views: bool = Field(False, description="the student's local crops carry the queries too")
     center: Literal["separate", "shared"] = Field(
         "separate",
-        description="one running center for each kind of token, or one for all: with ten queries [CLS] collapsed",
+        description="one running center for each kind of token, or one for all: beside queries [CLS] collapses",
     )
     center_momentum: Ratio = Field(0.9, description="momentum of the centers")
     target: Literal["center", "sinkhorn"] = Field("center", description="how the teacher's output becomes a target")
