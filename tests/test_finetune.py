@@ -101,7 +101,8 @@ def test_64_images_are_learned_by_heart(tmp_path: Path) -> None:
         pixels = 40 + 170 * bits + rng.normal(0, 12, (24, 24, 3))
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
     (tmp_path / "val").symlink_to(tmp_path / "train")
-    changes = {**PLAIN, "epochs": 40, "lr": 0.03, "layer_decay": 1.0, "weight_decay": 0.0}
+    # at a rate of 0.03 one seed in four stays at 81 %, and which one depends on the processor
+    changes = {**PLAIN, "epochs": 80, "lr": 0.01, "layer_decay": 1.0, "weight_decay": 0.0}
     assert score(tmp_path, **changes)["finetune_top1"] == 100
 
 

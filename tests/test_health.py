@@ -15,6 +15,7 @@ import adclr as package
 from adclr import fit, health, jobs
 from adclr.draws import Draws
 from adclr.evals import matching
+from adclr.losses import sinkhorn
 from adclr.probe import summary
 from tiny import TINY, Adclr, tiny
 
@@ -43,6 +44,47 @@ def test_the_rank_is_the_number_of_directions_used_alike() -> None:
     shares = torch.linalg.svdvals(centered).square()
     shares = shares[shares > 1e-9] / shares.sum()
     assert matching.spread(few)[1].item() == pytest.approx(torch.exp(-(shares * shares.log()).sum()).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"query_read_only_blocks": 2, "query_keys": "patches"}, {"target": "sinkhorn"}]
+)
+def test_the_query_gap_is_the_loss_in_another_image_minus_that_in_its_own(changes: dict[str, Any]) -> None:
+    settings = tiny(num_queries=3, **changes)
+    method = jobs.build(settings).double()
+    torch.manual_seed(3)
+    for parameter in method.teacher.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    method.center("query").value.normal_(0, 0.05)
+    views = fit.random_views(settings, 4, CPU).map(torch.Tensor.double)
+    assert views.queries is not None
+    backbone, head = method.teacher.backbone, method.teacher.head
+    with torch.no_grad():
+        logits = head(backbone(views.global_crops[0], views.queries).queries)
+        if method.target == "sinkhorn":
+            targets = sinkhorn(logits.flatten(0, 1), 0.08).view_as(logits)
+        else:
+            targets = torch.softmax((logits - method.center("query").value) / 0.08, -1)
+        gaps = []
+        for b in range(4):
+            for i in range(3):
+                query = views.queries[b : b + 1, i : i + 1]
+                own, other = (
+                    torch.log_softmax(head(backbone(views.global_crops[1][[at]], query).queries[0, 0]) / 0.1, -1)
+                    for at in (b, (b + 1) % 4)
+                )
+                gaps.append(((own - other) * targets[b, i]).sum().item())
+    measured = health.measure(method, views, 0.04, None, query_temperature=0.08)["query_image_gap"]
+    assert measured == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+
+
+def test_a_query_that_does_not_read_has_no_gap() -> None:
+    settings = tiny()
+    method = jobs.build(settings)
+    with torch.no_grad():
+        for block in method.teacher.backbone.blocks:
+            block.attn.proj.weight.zero_()  # nothing of the image arrives
+    assert health.measure(method, fit.random_views(settings, 4, CPU), 0.04, None)["query_image_gap"] == 0
 
 
 def test_measures_of_targets_are_the_formulas() -> None:

@@ -80,7 +80,9 @@ def make(**changes: object) -> tuple[Settings, ADCLR]:
     return settings, method
 
 
-def slow_losses(method: ADCLR, views: Views, temperature: float) -> dict[str, float]:
+def slow_losses(
+    method: ADCLR, views: Views, temperature: float, query_temperature: float | None = None
+) -> dict[str, float]:
     """The three losses view by view and token by token, in float64, from METHOD's formulas."""
     method = copy.deepcopy(method).double()
     double = torch.float64
@@ -90,7 +92,8 @@ def slow_losses(method: ADCLR, views: Views, temperature: float) -> dict[str, fl
 
     def target(logits: Tensor, kind: str) -> Tensor:
         center = method.center(kind)  # type: ignore[arg-type]
-        return torch.softmax((logits - center.value) / temperature, -1)
+        tau = query_temperature if kind == "query" and query_temperature else temperature
+        return torch.softmax((logits - center.value) / tau, -1)
 
     queries = None if views.queries is None else views.queries.to(double)
     masks = views.masks
@@ -113,15 +116,19 @@ def slow_losses(method: ADCLR, views: Views, temperature: float) -> dict[str, fl
         ]
         result = {"global": sum(global_) / len(global_), "query": 0.0, "masked": 0.0}
         if queries is not None:
-            query = [
-                h(target(t_head(teacher[t].queries[b, i]), "query"), s_head(student[s].queries[b, i]))
-                for t in range(2)
-                for s in range(len(student))
-                if s != t and student[s].queries is not None
-                for b in range(batch)
-                for i in range(queries.shape[1])
-            ]
-            result["query"] = sum(query) / len(query)
+            # of each query the mean over its pairs, then the mean over queries and images
+            for b in range(batch):
+                for i in range(queries.shape[1]):
+                    targets = [target(t_head(teacher[t].queries[b, i]), "query") for t in range(2)]
+                    pairs = [
+                        h(targets[t], s_head(student[s].queries[b, i]))
+                        for t in range(2)
+                        for s in range(len(student))
+                        if s != t and student[s].queries is not None
+                    ]
+                    if i < method.anchored_queries:  # local view i is where query i was cut out
+                        pairs += [h(targets[t], s_head(student[2 + i].cls[b])) for t in range(2)]
+                    result["query"] += sum(pairs) / len(pairs) / (batch * queries.shape[1])
         if masks is not None:
             for v in range(2):
                 for b in range(batch):
@@ -142,11 +149,19 @@ METHODS = {
     "no local views": {"num_local": 0},
     "queries in local views": {"queries_in_local_views": True},
     "shared center": {"center": "shared", "masked_weight": 1.0},
+    "anchored": {"query_source": "local"},
+    "anchored, masked": {"query_source": "local", "masked_weight": 1.0},
+    "anchored, queries in local views": {"query_source": "local", "queries_in_local_views": True},
+    "two anchored of five": {"query_source": "local", "num_queries": 5},
+    "fewer queries than local views": {"query_source": "local", "num_queries": 1},
+    "read-only": {"query_read_only_blocks": 1, "query_keys": "patches"},
+    "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2},
 }
 
 
+@pytest.mark.parametrize("query_temperature", [None, 0.12])
 @pytest.mark.parametrize("name", METHODS)
-def test_losses_equal_loops_over_the_formulas(name: str) -> None:
+def test_losses_equal_loops_over_the_formulas(name: str, query_temperature: float | None) -> None:
     settings, method = make(**METHODS[name])
     views = make_views(settings)
     losses = method.double()(  # in float64 both ways, so that only the formulas are compared
@@ -157,8 +172,9 @@ def test_losses_equal_loops_over_the_formulas(name: str) -> None:
             views.masks,
         ),
         0.05,
+        query_temperature,
     )
-    slow = slow_losses(method, views, 0.05)
+    slow = slow_losses(method, views, 0.05, query_temperature)
     for found, term in ((losses.global_, "global"), (losses.query, "query"), (losses.masked, "masked")):
         assert found.item() == pytest.approx(slow[term], rel=1e-6), term
     total = slow["global"] + 0.5 * slow["query"] + settings.method.masked_weight * slow["masked"]
@@ -279,7 +295,8 @@ def test_drop_path_is_the_students_only_and_follows_the_seed() -> None:
 def test_sinkhorn_targets() -> None:
     settings, method = make(target="sinkhorn", masked_weight=1.0)
     targets = method.teach(make_views(settings), 0.05)
-    for part in targets:
+    assert targets.anchored is None
+    for part in (targets.global_, targets.query, targets.masked):
         assert part is not None
         torch.testing.assert_close(part.sum(-1), torch.ones(part.shape[:-1]), rtol=1e-4, atol=1e-4)
     views = make_views(settings)

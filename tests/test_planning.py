@@ -193,9 +193,9 @@ def test_steps_are_timed_as_training_takes_them(
     taken = set()
     take = Step._learn
 
-    def learn(step: Step, views: list[Views], temperature: float) -> torch.Tensor:
+    def learn(step: Step, views: list[Views], *temperatures: float) -> torch.Tensor:
         taken.add((step.accumulate, len(views), views[0].global_crops.shape[1]))
-        return take(step, views, temperature)
+        return take(step, views, *temperatures)
 
     monkeypatch.setattr(Step, "_learn", learn)
     plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)

@@ -38,6 +38,28 @@ def test_an_images_plan_does_not_hang_on_its_neighbours() -> None:
     assert not np.array_equal(other.global_crops.boxes, whole.global_crops.boxes)
 
 
+def test_anchored_queries_are_the_boxes_of_local_crops_and_the_rest_are_random() -> None:
+    for num_queries in (2, 3, 7):
+        changes = {"num_local": 3, "num_queries": num_queries}
+        anchored, random = (
+            plan(tiny(query_source=source, **changes), 5, KEYS, SIZES) for source in ("local", "random")
+        )
+        local, queries, free = anchored.local_crops, anchored.queries, random.queries
+        assert local is not None
+        assert queries is not None
+        assert free is not None
+        count = min(3, num_queries)
+        assert np.array_equal(queries.boxes[:, :count], local.boxes[:, :count])
+        assert np.array_equal(queries.flip[:, :count], local.flip[:, :count])
+        assert np.array_equal(queries.boxes[:, count:], free.boxes[:, count:])
+        assert np.array_equal(queries.flip[:, count:], free.flip[:, count:])
+        assert not queries.jitter.any()
+        assert not queries.sigma.any()  # raw pixels
+        assert queries.size == 4
+        for a, b in ((anchored.global_crops, random.global_crops), (local, random.local_crops)):
+            assert all(np.array_equal(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))  # type: ignore[arg-type]
+
+
 def test_boxes_have_the_area_and_shape_they_should() -> None:
     boxes = crop_boxes(Draws(0, 0, KEYS), "global", 4, SIZES, (0.4, 1.0), (3 / 4, 4 / 3))
     top, left, height, width = np.moveaxis(boxes, -1, 0)

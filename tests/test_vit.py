@@ -82,6 +82,50 @@ def test_bidirectional_breaks_the_first_two_consequences() -> None:
     assert (a.queries[:, 2] - b.queries[:, 2]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("read_only", [1, 2, 3])
+@pytest.mark.parametrize("query_keys", ["image", "patches"])
+@torch.no_grad()
+def test_read_only_queries_are_the_definition(query_keys: QueryKeys, read_only: int) -> None:
+    """In float64, block by block: the residual becomes zero after the n-th last block's attention query is made."""
+    vit, (images, queries) = make(query_keys, query_read_only_blocks=read_only).double(), inputs()
+    images, queries = images.double(), queries.double()
+    x = torch.cat([vit.embed(images), vit.embed_queries(queries)], dim=1)
+    image = x.shape[1] - queries.shape[1]
+    for i, block in enumerate(vit.blocks):
+        q, k, v = block.attn.split(block.norm1(x))
+        answering = [list(range(image))] * image
+        answering += [list(range(0 if query_keys == "image" else 1, image))] * queries.shape[1]
+        if i == len(vit.blocks) - read_only:
+            x[:, image:] = 0
+        x = x + block.attn.join(slow_attention(q, k, v, answering))
+        x = x + block.mlp(block.norm2(x))
+    expected = vit.norm(x)
+    tokens = vit(images, queries)
+    torch.testing.assert_close(tokens.queries, expected[:, image:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(tokens.patches, expected[:, 1:image], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("query_keys", ["image", "patches"])
+@torch.no_grad()
+def test_a_query_that_is_read_only_from_the_first_block_keeps_none_of_its_pixels(query_keys: QueryKeys) -> None:
+    """Attention that is uniform tells queries apart no longer, so only their own content could."""
+    vit, (images, queries) = make(query_keys, query_read_only_blocks=3), inputs()
+    for block in vit.blocks:
+        width = block.attn.qkv.weight.shape[0] // 3
+        block.attn.qkv.weight[:width] = 0
+        block.attn.qkv.bias[:width] = 0
+    answers = vit(images, queries).queries
+    torch.testing.assert_close(answers, answers[:, :1].expand_as(answers), rtol=1e-5, atol=1e-5)
+    vit.query_read_only_blocks = 0
+    assert vit(images, queries).queries.var(dim=1).mean() > 1e-3
+
+
+@pytest.mark.parametrize("query_keys", ["image_and_self", "all"])
+def test_read_only_queries_must_not_attend_to_themselves(query_keys: QueryKeys) -> None:
+    with pytest.raises(ValueError, match="query_read_only_blocks"):
+        make(query_keys, query_read_only_blocks=1)
+
+
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, answering: list[list[int]]) -> Tensor:
     """softmax(q·k / sqrt(d)) v in float64, token by token, over the tokens that answer each."""
     q, k, v = q.double(), k.double(), v.double()
@@ -190,10 +234,15 @@ def test_blocks_in_windows_see_their_window_alone() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+READ_ONLY: list[tuple[QueryKeys, int]] = [(keys, 0) for keys in UNIDIRECTIONAL]
+READ_ONLY += [("image", 1), ("patches", 2), ("patches", 3)]
+
+
+@pytest.mark.parametrize(("query_keys", "read_only"), READ_ONLY)
 @torch.no_grad()
-def test_read_once_and_ask_often_is_forward(query_keys: QueryKeys) -> None:
-    vit, (images, queries) = make(query_keys, num_registers=2, layer_scale=0.5), inputs()
+def test_read_once_and_ask_often_is_forward(query_keys: QueryKeys, read_only: int) -> None:
+    options = {"num_registers": 2, "layer_scale": 0.5, "query_read_only_blocks": read_only}
+    vit, (images, queries) = make(query_keys, **options), inputs()
     memory = vit.read(images)
     whole = vit(images, queries)
     torch.testing.assert_close(memory.tokens.cls, whole.cls, rtol=1e-5, atol=1e-5)
@@ -207,10 +256,10 @@ def test_a_bidirectional_vit_cannot_be_read_before_its_queries() -> None:
 
 
 @pytest.mark.parametrize("num_registers", [0, 2])
-@pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
+@pytest.mark.parametrize(("query_keys", "read_only"), READ_ONLY)
 @torch.no_grad()
-def test_a_gaze_is_the_attention_without_its_cost(query_keys: QueryKeys, num_registers: int) -> None:
-    vit, (images, queries) = make(query_keys, num_registers=num_registers), inputs()
+def test_a_gaze_is_the_attention_without_its_cost(query_keys: QueryKeys, read_only: int, num_registers: int) -> None:
+    vit, (images, queries) = make(query_keys, num_registers=num_registers, query_read_only_blocks=read_only), inputs()
     memory, num_image = vit.read(images), 1 + num_registers + 16
     for block in (0, 1, -1):
         whole = vit.attention(images, queries, block)

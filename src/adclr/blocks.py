@@ -7,7 +7,7 @@ knows where one sequence ends. Shape letters are those of `vit.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -158,12 +158,45 @@ def without_patches(x: Tensor, groups: Sequence[Group], wanted: Sequence[bool]) 
     return torch.cat(parts)
 
 
+def clear_queries(x: Tensor, groups: Sequence[Group]) -> Tensor:
+    """M×D with the rows of all query tokens set to zero."""
+    return x.masked_fill(_query_rows(tuple(groups), x.device), 0.0)
+
+
+@lru_cache(maxsize=128)
+def _query_rows(groups: tuple[Group, ...], device: torch.device) -> Tensor:
+    """M×1, true for the tokens that are queries."""
+    with torch.inference_mode(False):
+        rows = [torch.arange(group.tokens).ge(group.image).repeat(group.sequences) for group in groups]
+        return torch.cat(rows).unsqueeze(1).to(device)
+
+
 def left(groups: Sequence[Group], wanted: Sequence[bool]) -> tuple[Group, ...]:
     """What `without_patches` leaves."""
     return tuple(
         group if all_of_it else Group(group.sequences, 1 + group.tokens - group.image, 1)
         for group, all_of_it in zip(groups, wanted, strict=True)
     )
+
+
+@lru_cache(maxsize=128)
+def windows_of(grid: tuple[int, int], side: int, batch: int, device: torch.device) -> tuple[Tensor, tuple[Group, ...]]:
+    """The patches of `batch` images window by window, and the windows, those of one shape one group.
+
+    The grid is cut into as few windows as go, as equal as can be: of two heights and two widths at most, and none is
+    filled up.
+    """
+    places = torch.arange(grid[0] * grid[1]).view(grid)
+    cut = [
+        part for rows in places.tensor_split(-(-grid[0] // side)) for part in rows.tensor_split(-(-grid[1] // side), 1)
+    ]
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for part in cut:
+        shapes.setdefault(part.shape, []).append(part.flatten())
+    starts = torch.arange(batch).view(-1, 1) * places.numel()
+    order = torch.cat([(starts + torch.cat(alike)).flatten() for alike in shapes.values()])
+    groups = (Group(batch * len(alike), len(alike[0]), len(alike[0])) for alike in shapes.values())
+    return order.to(device), tuple(groups)
 
 
 class Block(nn.Module):
@@ -200,9 +233,10 @@ class Block(nn.Module):
         x, y = _add(x, self.ls1(self.attn.proj(mixed)), first, self.norm2)
         return _add(x, self.ls2(self.mlp(y)), second, following)
 
-    def ask(self, x: Tensor, keys: Tensor, values: Tensor, rule: QueryKeys) -> Tensor:
-        """B×Q×D"""
-        return self.think(x + self.ls1(self.attn.ask(self.norm1(x), keys, values, rule)))
+    def ask(self, x: Tensor, keys: Tensor, values: Tensor, rule: QueryKeys, clear: bool = False) -> Tensor:
+        """B×Q×D; `clear` drops what `x` held, so that only what is read here remains."""
+        read = cast(Tensor, self.ls1(self.attn.ask(self.norm1(x), keys, values, rule)))
+        return self.think(read if clear else x + read)
 
     def think(self, x: Tensor) -> Tensor:
         return x + cast(Tensor, self.ls2(self.mlp(self.norm2(x))))

@@ -35,7 +35,7 @@ from adclr.weights import Weights, fingerprint, load_weights
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # What the tensors are made for, so that nobody can ask for something else; and what goes with them unless one does.
 FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels")
-RULES = ("model.query_keys", "model.position_resampling", "model.norm_eps")
+RULES = ("model.query_keys", "model.query_read_only_blocks", "model.position_resampling", "model.norm_eps")
 KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
 FEATURES = "start_features.safetensors"  # in a run: what the weights made of a few images, and the keys of these
 WATCHED = 256  # images

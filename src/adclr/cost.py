@@ -89,7 +89,7 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     said = asked + views.num_local * (1 + local_queries) + masked
     teacher = 2 * (embed + body) + _head(settings, asked + patches, asked + masked)
     blocks = 2 * body + views.num_local * body_local
-    learned = blocks + _head(settings, said, said)
+    learned = blocks + _head(settings, said, said + settings.num_anchored)  # local [CLS] that answer queries too
     student = 3 * learned + 2 * (2 * embed + views.num_local * embed_local)
     return Flops(teacher, student, blocks if settings.train.checkpoint_activations else 0.0)
 

@@ -92,6 +92,7 @@ def estimate(settings: Settings) -> float:
         (views.local_size // patch) ** 2 + 1 + queries * settings.method.queries_in_local_views
     )
     rows = 2 + views.num_local + (2 + views.num_local * settings.method.queries_in_local_views) * queries
+    rows += settings.num_anchored  # local [CLS], a second time
     if settings.masked:
         rows += int((views.global_size // patch) ** 2 * views.mask_ratio[1])
     blocks = depth / 24 + 1 if settings.train.checkpoint_activations else depth  # inputs of all, and all of one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from adclr import distributed
 from adclr.evals.matching import spread
-from adclr.losses import sinkhorn
+from adclr.losses import sinkhorn, soft_cross_entropy
 from adclr.method import ADCLR, Branch, Views
 from adclr.vit import VisionTransformer
 
 Measures = dict[str, float]
 
 IMAGES = 64  # that are looked at; by arithmetic 1 % of a step of 256 images with ViT-S/16, once in many steps
+GAP_QUERIES = 4  # of each image, whose K logits are looked at
 IN_A_ROW = 3  # measures that must agree before anything is said
 # Below this share of what an untrained teacher's targets tell of an image, or below so many nats, they tell nothing. An
 # untrained ViT-S/16 has 0.15 nats, healthy small runs stayed above 0.3 of theirs, forced collapses fell below 0.005.
@@ -41,7 +42,12 @@ class Finding(NamedTuple):
 
 @torch.no_grad()
 def measure(
-    method: ADCLR, views: Views, temperature: float, dtype: torch.dtype | None, teacher: Branch | None = None
+    method: ADCLR,
+    views: Views,
+    temperature: float,
+    dtype: torch.dtype | None,
+    teacher: Branch | None = None,
+    query_temperature: float | None = None,
 ) -> Measures:
     """Of the teacher, or a whole copy of it, on the global views of a batch's first images; waits for the device."""
     teacher = teacher or method.teacher
@@ -63,6 +69,10 @@ def measure(
         if teacher.backbone.query_keys == "all" and queries is not None and crops.shape[1] > 1:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found["queries_in_cls"] = _leak(teacher.backbone, crops[0], queries, tokens.cls[: crops.shape[1]])
+        elif queries is not None and crops.shape[1] > 1:
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                gap = _query_image_gap(method, teacher, crops, queries, query_temperature or temperature)
+            found["query_image_gap"] = gap
     for kind, features in kinds.items():
         found[f"deviation_{kind}"], found[f"rank_{kind}"] = spread(features.float().nan_to_num())
     found["teacher_student_distance"] = _distance(method)
@@ -89,6 +99,32 @@ def _leak(backbone: VisionTransformer, crops: Tensor, queries: Tensor, own: Tens
     unit, own = F.normalize(other.float(), dim=-1), F.normalize(own.float(), dim=-1)
     to_image, to_queries = (unit * own).sum(dim=-1), (unit * own.roll(1, dims=0)).sum(dim=-1)
     return (to_queries > to_image).float().mean()
+
+
+def _query_image_gap(method: ADCLR, teacher: Branch, crops: Tensor, queries: Tensor, temperature: float) -> Tensor:
+    """Nats by which the loss of a query rises when it is read in another image's view instead of its own image's.
+
+    Near 0 the image does not matter: the query's own pixels, the same in both views, solve its loss. The target is the
+    teacher's for the first view, the answers are its own in the second, at the student's temperature.
+    """
+    queries = queries[:, :GAP_QUERIES]
+
+    def answers(crops: Tensor, queries: Tensor) -> Tensor:
+        """B×Q×K"""
+        tokens = teacher.backbone(crops, queries).queries
+        assert tokens is not None
+        return cast(Tensor, teacher.head(tokens))
+
+    logits = answers(crops[0], queries)
+    if method.target == "sinkhorn":
+        targets = sinkhorn(logits.flatten(0, 1), temperature).view(logits.shape)
+    else:
+        targets = method.center("query").targets(logits, temperature)
+    own = answers(crops[1], queries)
+    # row b of the rolled batch is query b - 1 read in image b; rolled back, query b read in image b + 1
+    other = answers(crops[1], queries.roll(1, dims=0)).roll(-1, dims=0)
+    tau = method.student_temperature
+    return (soft_cross_entropy(targets, other, tau) - soft_cross_entropy(targets, own, tau)).mean()
 
 
 def _distance(method: ADCLR) -> Tensor:

@@ -54,6 +54,7 @@ def build(settings: Settings) -> ADCLR:
         center=method.center,
         target=method.target,
         queries_in_local_views=method.queries_in_local_views,
+        anchored_queries=settings.num_anchored,
     )
 
 

@@ -93,7 +93,11 @@ class Journal:
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
             self._time(done, seconds, speed)
             self.clock, self.marked = time.monotonic(), done
-            schedule = {name: value for name, value in vars(values).items() if not name.startswith("freeze")}
+            schedule = {
+                name: value
+                for name, value in vars(values).items()
+                if value is not None and not name.startswith("freeze")
+            }
             seen = self._health(done, look, means["loss_global"]) if self._look_is_due(done) else {}
             self.write(done, means | schedule | seen)
             self.text = f"{_describe(means, speed)}{self.condition}"

@@ -53,17 +53,24 @@ class Losses(NamedTuple):
     entropy: Tensor  # of the teacher's [CLS] targets, of log K: 1 is uniform, 0 is one prototype for each
 
 
-class Targets(NamedTuple):
-    global_: Tensor  # 2×B×K
-    query: Tensor | None  # 2×(B·Q)×K
+class Outputs(NamedTuple):
+    """One number for each prototype: the student's logits or the teacher's targets.
+
+    A of the Q queries of an image are anchored to a local view. V is the number of the branch's views that have
+    queries; the student has one more answer to an anchored query, the `[CLS]` of its local view.
+    """
+
+    global_: Tensor  # V×B×K
+    anchored: Tensor | None  # V×(B·A)×K, for the student (V+1)×(B·A)×K
+    query: Tensor | None  # V×(B·(Q-A))×K
     masked: Tensor | None  # M×K
 
 
 class Rows(NamedTuple):
-    """What the head projects of one branch's tokens, before the last layer."""
+    """What the head projects of one branch's tokens, before the last layer; in the order of `Outputs`."""
 
-    projected: Tensor  # R×256, of length 1: `[CLS]` of every view, then the queries of every view, then masked patches
-    sizes: tuple[int, int, int]  # how many of each
+    projected: Tensor  # R×256, of length 1
+    sizes: tuple[int, int, int, int]  # rows of each kind
 
 
 class Branch(nn.Module):
@@ -90,6 +97,7 @@ class ADCLR(nn.Module):
         center: Literal["separate", "shared"] = "separate",
         target: Literal["center", "sinkhorn"] = "center",
         queries_in_local_views: bool = False,
+        anchored_queries: int = 0,  # A: the first queries of an image, each cut out where a local view is
     ) -> None:
         super().__init__()
         self.student, self.teacher = student, teacher
@@ -99,6 +107,7 @@ class ADCLR(nn.Module):
         self.student_temperature = student_temperature
         self.target = target
         self.queries_in_local_views = queries_in_local_views
+        self.anchored_queries = anchored_queries
         self.num_prototypes = student.head.last_layer.direction.shape[0]
         kinds = ("shared",) if center == "shared" else ("global", "query", "masked")
         self.centers = nn.ModuleDict({kind: Center(self.num_prototypes, center_momentum) for kind in kinds})
@@ -114,13 +123,15 @@ class ADCLR(nn.Module):
         self.teacher.eval()  # drop path is the student's only
         return self
 
-    def forward(self, views: Views, teacher_temperature: float | Tensor) -> Losses:
+    def forward(
+        self, views: Views, teacher_temperature: float | Tensor, query_temperature: float | Tensor | None = None
+    ) -> Losses:
+        """`query_temperature` is the teacher's for queries; None: the same as for all else."""
+        temperatures = teacher_temperature, teacher_temperature if query_temperature is None else query_temperature
         if self.target == "center" and fused.possible(views.global_crops):
             taught = self.read_as_teacher(views)
-            return self.compare_in_chunks(taught, self.read_as_student(views), views, teacher_temperature)
-        targets = self.teach(views, teacher_temperature)
-        cls, query, masked = self.study(views)
-        return self.compare(targets, cls, query, masked, views.masks)
+            return self.compare_in_chunks(taught, self.read_as_student(views), views, *temperatures)
+        return self.compare(self.teach(views, *temperatures), self.study(views), views.masks)
 
     @torch.no_grad()
     def read_as_teacher(self, views: Views) -> Rows:
@@ -139,7 +150,7 @@ class ADCLR(nn.Module):
             patches = head.project(tokens.patches.flatten(0, 1))
             self._observe("masked", patches)
             masked = patches[views.masks.index]
-        return Rows(torch.cat([cls, query, masked]), (len(cls), len(query), len(masked)))
+        return self._rows(cls, query, masked, views)
 
     def _observe(self, kind: Kind, projected: Tensor) -> None:
         """The last layer is linear: the mean of the outputs is the output of the mean."""
@@ -167,78 +178,135 @@ class ADCLR(nn.Module):
         if views.masks is not None:
             rows.append(outputs[0].patches.flatten(0, 1)[views.masks.index])
         projected = self.student.head.project(torch.cat(rows))
-        return Rows(projected, (len(cls), num_queries, len(projected) - len(cls) - num_queries))
+        sizes = [len(cls), num_queries, len(projected) - len(cls) - num_queries]
+        cls, query, masked = projected.split_with_sizes(sizes)
+        return self._rows(cls, query, masked, views, projected)
+
+    def _rows(self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None) -> Rows:
+        """Puts rows in the order of `Outputs`; `joined` is all three of them together, where it is there already.
+
+        Student rows have the `[CLS]` of local views behind those of the global ones: they answer anchored queries.
+        """
+        anchored = min(self.anchored_queries, _num_queries(views))
+        if not anchored:
+            joined = torch.cat([cls, query, masked]) if joined is None else joined
+            return Rows(joined, (len(cls), 0, len(query), len(masked)))
+        batch, dim = views.global_crops.shape[1], cls.shape[-1]
+        query = query.view(-1, batch, _num_queries(views), dim)
+        local = cls.view(-1, batch, dim)[2 : 2 + anchored].transpose(0, 1)  # B×A×256; the teacher has none
+        parts = [cls, query[:, :, :anchored].reshape(-1, dim), local.reshape(-1, dim)]
+        parts += [query[:, :, anchored:].reshape(-1, dim), masked]
+        sizes = [len(part) for part in parts]
+        return Rows(torch.cat(parts), (sizes[0], sizes[1] + sizes[2], sizes[3], sizes[4]))
 
     @torch.no_grad()
-    def teach(self, views: Views, temperature: float | Tensor) -> Targets:
+    def teach(
+        self, views: Views, teacher_temperature: float | Tensor, query_temperature: float | Tensor | None = None
+    ) -> Outputs:
         """What the teacher says the student should say."""
         rows = self.read_as_teacher(views)
-        logits = _split(self.teacher.head.prototypes(rows.projected), rows, views)
+        logits = self._split(self.teacher.head.prototypes(rows.projected), rows, views)
 
         def targets(kind: Kind, logits: Tensor | None) -> Tensor | None:
             if logits is None:
                 return None
             flat = logits.flatten(0, -2)
+            temperature = teacher_temperature
+            if kind == "query" and query_temperature is not None:
+                temperature = query_temperature
             if self.target == "sinkhorn":
                 return sinkhorn(flat, temperature).view(logits.shape)
             return self.center(kind).targets(flat, temperature).view(logits.shape)
 
-        global_ = targets("global", logits[0])
+        global_ = targets("global", logits.global_)
         assert global_ is not None
-        return Targets(global_, targets("query", logits[1]), targets("masked", logits[2]))
+        if self.target == "sinkhorn" and logits.anchored is not None and logits.query is not None:
+            # one batch of queries, whatever they are: prototypes are used equally over all of them
+            both = targets("query", torch.cat([logits.anchored, logits.query], dim=1))
+            assert both is not None
+            parts = both.split_with_sizes([logits.anchored.shape[1], logits.query.shape[1]], dim=1)
+            return Outputs(global_, parts[0], parts[1], targets("masked", logits.masked))
+        anchored, query = targets("query", logits.anchored), targets("query", logits.query)
+        return Outputs(global_, anchored, query, targets("masked", logits.masked))
 
-    def study(self, views: Views) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The student's logits: `[CLS]` V×B×K, queries V×(B·Q)×K, masked patches M×K."""
+    def study(self, views: Views) -> Outputs:
+        """The student's logits."""
         rows = self.read_as_student(views)
-        return _split(self.student.head.prototypes(rows.projected), rows, views)
+        return self._split(self.student.head.prototypes(rows.projected), rows, views)
+
+    def _share_anchored(self, views: Views) -> float:
+        """Of the queries: every query counts the same, however many answers it has."""
+        count = _num_queries(views)
+        return min(self.anchored_queries, count) / max(1, count)
 
     def compare_in_chunks(
-        self, taught: Rows, studied: Rows, views: Views, teacher_temperature: float | Tensor
+        self,
+        taught: Rows,
+        studied: Rows,
+        views: Views,
+        teacher_temperature: float | Tensor,
+        query_temperature: float | Tensor,
     ) -> Losses:
         """As `compare`, from rows before the last layer, whose logits are never all there; only `total` has a graph."""
         images = views.global_crops.shape[1]
-        queries = images * _num_queries(views)
+        share, weight = self._share_anchored(views), self.query_weight
         # a temperature that changes is taken into the teacher's outputs, so that the kernels need not know it
-        sharper = TEMPERATURE / teacher_temperature
+        sharper, query_sharper = TEMPERATURE / teacher_temperature, TEMPERATURE / query_temperature
+        query_center = self.center("query").value * query_sharper
 
-        def center(kind: Kind) -> Tensor:
-            return self.center(kind).value * sharper
+        def items(kind: int) -> int:
+            return taught.sizes[kind] // 2
 
-        num_cls, num_queries, num_masked = studied.sizes
+        parts = [fused.Part(images, studied.sizes[0] // images, self.center("global").value * sharper, 1.0)]
+        if share:
+            parts.append(fused.Part(items(1), studied.sizes[1] // items(1), query_center, weight * share))
+        views_each = studied.sizes[2] // max(1, items(2))
+        parts.append(fused.Part(items(2), views_each, query_center, weight * (1 - share)))
         weights = studied.projected[:0, 0] if views.masks is None else views.masks.weight
-        parts = (
-            fused.Part(images, num_cls // images, center("global"), 1.0),
-            fused.Part(queries, num_queries // max(1, queries), center("query"), self.query_weight),
-            fused.Part(num_masked, 1, center("masked"), self.masked_weight, weights),
-        )
-        found = fused.compare(
+        masked_center = self.center("masked").value * sharper
+        parts.append(fused.Part(studied.sizes[3], 1, masked_center, self.masked_weight, weights))
+        cls, anchored, query, masked = taught.projected.split_with_sizes(taught.sizes)
+        compared = fused.compare(
             studied.projected,
             self.student.head.last_layer.matrix(),
-            taught.projected * sharper,
+            torch.cat([cls * sharper, anchored * query_sharper, query * query_sharper, masked * sharper]),
             self.teacher.head.last_layer.matrix(),
             parts,
             self.student_temperature,
             TEMPERATURE,
         )
-        global_, query, masked = found.losses
-        return Losses(found.total, global_, query, masked, found.entropy)
+        global_, *of_queries, masked = compared.losses
+        query = of_queries[0] * share + of_queries[1] * (1 - share) if share else of_queries[0]
+        return Losses(compared.total, global_, query, masked, compared.entropy)
 
-    def compare(
-        self, targets: Targets, cls: Tensor, query: Tensor | None, masked: Tensor | None, masks: Masks | None
-    ) -> Losses:
+    def compare(self, targets: Outputs, logits: Outputs, masks: Masks | None) -> Losses:
         tau = self.student_temperature
-        zero = cls.new_zeros((), dtype=torch.float32)
-        losses = {"global": paired_loss(targets.global_, cls, tau), "query": zero, "masked": zero}
-        if query is not None:
-            assert targets.query is not None
-            losses["query"] = paired_loss(targets.query, query, tau)
-        if masked is not None:
+        zero = logits.global_.new_zeros((), dtype=torch.float32)
+        losses = {"global": paired_loss(targets.global_, logits.global_, tau), "query": zero, "masked": zero}
+        for wanted, answers in ((targets.anchored, logits.anchored), (targets.query, logits.query)):
+            if wanted is not None and answers is not None:
+                share = wanted.shape[1] / sum(t.shape[1] for t in (targets.anchored, targets.query) if t is not None)
+                losses["query"] = losses["query"] + share * paired_loss(wanted, answers, tau)
+        if logits.masked is not None:
             assert targets.masked is not None
             assert masks is not None
-            losses["masked"] = masked_loss(targets.masked, masked, masks.weight, tau)
+            losses["masked"] = masked_loss(targets.masked, logits.masked, masks.weight, tau)
         total = losses["global"] + self.query_weight * losses["query"] + self.masked_weight * losses["masked"]
         entropy = torch.special.entr(targets.global_).sum(dim=-1).mean() / math.log(self.num_prototypes)
         return Losses(total, losses["global"], losses["query"], losses["masked"], entropy)
+
+    def _split(self, x: Tensor, rows: Rows, views: Views) -> Outputs:
+        """R×K -> by kind."""
+        batch, width = views.global_crops.shape[1], x.shape[-1]
+        cls, anchored, query, masked = x.split_with_sizes(rows.sizes)
+        count = _num_queries(views)
+        num_anchored = min(self.anchored_queries, count)
+        return Outputs(
+            cls.view(-1, batch, width),
+            anchored.view(-1, batch * num_anchored, width) if num_anchored else None,
+            query.view(-1, batch * (count - num_anchored), width) if count > num_anchored else None,
+            None if views.masks is None else masked,
+        )
 
     def forget(self) -> None:
         """As if no batch had been seen since the last update."""
@@ -273,14 +341,3 @@ def _for_each_view(queries: Tensor | None, num_views: int) -> Tensor | None:
 
 def _num_queries(views: Views) -> int:
     return 0 if views.queries is None else views.queries.shape[1]
-
-
-def _split(x: Tensor, rows: Rows, views: Views) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """R×K -> `[CLS]` V×B×K, queries V×(B·Q)×K, masked patches M×K."""
-    batch = views.global_crops.shape[1]
-    cls, query, masked = x.split_with_sizes(rows.sizes)
-    return (
-        cls.view(-1, batch, x.shape[-1]),
-        None if views.queries is None else query.view(-1, batch * _num_queries(views), x.shape[-1]),
-        None if views.masks is None else masked,
-    )

@@ -24,11 +24,13 @@ class Values:
     teacher_temperature: float
     freeze_last_layer: bool
     freeze_backbone: bool = False  # and the teacher's with it
+    query_temperature: float | None = None  # the teacher's for queries; None: the same
 
     @property
-    def numbers(self) -> tuple[float, float, float, float]:
+    def numbers(self) -> tuple[float, ...]:
         """Those that a device can be told."""
-        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature
+        for_queries = self.teacher_temperature if self.query_temperature is None else self.query_temperature
+        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature, for_queries
 
     @property
     def frozen(self) -> tuple[bool, bool]:
@@ -67,11 +69,16 @@ class Schedules:
         warm = method.teacher_temperature_warmup_epochs
         rise = min(1.0, epoch / warm) if warm else 1.0
         start, end = method.teacher_temperature_start, method.teacher_temperature
+        query_temperature = method.query_temperature
+        if query_temperature is not None and method.query_temperature_start is not None:
+            query_start = method.query_temperature_start
+            query_temperature = query_start + (query_temperature - query_start) * rise
         return Values(
             lr=lr,
             weight_decay=cosine(optim.weight_decay, optim.weight_decay_end, step / total),
             momentum=cosine(method.momentum, method.momentum_end, step / total),
             teacher_temperature=start + (end - start) * rise,
+            query_temperature=query_temperature if self.settings.views.num_queries else None,
             freeze_last_layer=step < optim.freeze_last_layer_epochs * self.steps_per_epoch,
             freeze_backbone=step < self.settings.frozen_epochs * self.steps_per_epoch,
         )

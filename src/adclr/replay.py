@@ -29,6 +29,7 @@ from adclr.jobs import Job
 from adclr.launch import Launch
 from adclr.meter import NAMES
 from adclr.method import ADCLR
+from adclr.optim import Values
 from adclr.progress import track
 from adclr.runs import write_json
 from adclr.speed import prepare, ready, repeatable
@@ -89,12 +90,12 @@ def _look(job: Job, step: int) -> dict[str, Any]:
     for backbone in (job.method.student.backbone, job.method.teacher.backbone):
         backbone.plain_blocks()  # compiled ones would be compiled again for every number of images
     epoch, indices = next(jobs.batches_of(job, step - 1))
-    temperature = job.schedules.at(step - 1).teacher_temperature
+    values = job.schedules.at(step - 1)
 
     def bad(some: Indices, dtype: torch.dtype | None = job.dtype) -> bool:
         """Whether images on their own make a loss or gradient that is not finite."""
         for views in _views(job, epoch, some):
-            losses = _learn(job.method, views, temperature, job.device, dtype)
+            losses = _learn(job.method, views, values, job.device, dtype)
             gradients = [p.grad for p in job.method.student.parameters() if p.grad is not None]
             finite = losses.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
             job.method.forget()
@@ -115,7 +116,7 @@ def _look(job: Job, step: int) -> dict[str, Any]:
         (views, *_) = _views(job, epoch, looked_at)
         found |= {"input_finite": all(bool(t.isfinite().all()) for t in views.tensors() if t.is_floating_point())}
         found |= {"finite_in_float32": not bad(looked_at, None)}
-        found |= _first(job.method, views, temperature, job.dtype)
+        found |= _first(job.method, views, values, job.dtype)
     return found
 
 
@@ -140,18 +141,18 @@ def _views(job: Job, epoch: int, indices: Indices) -> Iterator[Views]:
         views.close()
 
 
-def _learn(method: ADCLR, views: Views, temperature: float, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+def _learn(method: ADCLR, views: Views, values: Values, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        losses = method(views, temperature)
+        losses = method(views, values.teacher_temperature, values.query_temperature)
     losses.total.backward()
     return torch.stack([loss.detach() for loss in losses])
 
 
-def _first(method: ADCLR, views: Views, temperature: float, dtype: torch.dtype | None) -> dict[str, Any]:
+def _first(method: ADCLR, views: Views, values: Values, dtype: torch.dtype | None) -> dict[str, Any]:
     """The operation that makes the first number that is not finite, on the CPU, where all of them can be watched."""
     copied, cpu = copy.deepcopy(method).cpu(), torch.device("cpu")
     with _Watch() as watch:  # type: ignore[no-untyped-call]
-        _learn(copied, views.map(Tensor.cpu), temperature, cpu, dtype)
+        _learn(copied, views.map(Tensor.cpu), values, cpu, dtype)
     gradients = [n for n, p in copied.student.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     return {"first_operation": watch.first, "gradients_not_finite": gradients}
 

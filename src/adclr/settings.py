@@ -76,6 +76,11 @@ class Views(Section):
     query_photometric: Literal["none", "local"] = Field(
         "none", description="none: queries are only flipped; local: altered as local crops are"
     )
+    query_source: Literal["random", "local"] = Field(
+        "random",
+        description="local: query i is the box of local crop i, whose [CLS] must match the query's target too; "
+        "queries beyond views.num_local are drawn at random",
+    )
     mask_probability: Ratio = Field(
         0.5, description="share of global crops that are masked (with method.masked_weight > 0)"
     )
@@ -121,6 +126,9 @@ class Model(Section):
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
         "image", description="what a query attends to; 'all' is the bidirectional ablation"
     )
+    query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
+        0, description="last blocks in which a query holds only what it has read there, and none of its own pixels"
+    )
     position_resampling: Literal["antialias", "plain", "offset"] = Field(
         "antialias", description="how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
@@ -131,6 +139,21 @@ class Model(Section):
         """(width, depth, heads)"""
         dim, depth, heads = VIT_SIZES[self.size]
         return self.dim or dim, self.depth or depth, self.num_heads or heads
+
+    @model_validator(mode="after")
+    def _read_only(self) -> Self:
+        depth = self.shape[1]
+        if self.query_read_only_blocks > depth:
+            raise ValueError(
+                f"model.query_read_only_blocks={self.query_read_only_blocks} is more than the {depth} blocks of this "
+                f"model; set model.query_read_only_blocks={depth} or less"
+            )
+        if self.query_read_only_blocks and self.query_keys in ("image_and_self", "all"):
+            raise ValueError(
+                f"model.query_keys={self.query_keys} lets a query attend to itself, so it would not be read-only; "
+                "set model.query_keys=patches, or model.query_read_only_blocks=0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -157,6 +180,12 @@ class Method(Section):
     teacher_temperature: Temperature = Field(0.07, description="tau_t after its warm-up")
     teacher_temperature_start: Temperature = Field(0.04, description="tau_t at the start")
     teacher_temperature_warmup_epochs: NonNegative = Field(30, description="epochs over which tau_t rises, linearly")
+    query_temperature: Temperature | None = Field(
+        None, description="the teacher's temperature for queries; null: tau_t, as published"
+    )
+    query_temperature_start: Temperature | None = Field(
+        None, description="the same at the start, rising as tau_t does; null: constant"
+    )
     momentum: Ratio = Field(0.996, description="the teacher's momentum at the start")
     momentum_end: Ratio = Field(1.0, description="the teacher's momentum at the end, by a cosine")
     head_hidden_dim: Width = Field(2048, description="width of the projection head")
@@ -265,6 +294,12 @@ class Settings(Section):
         return self.method.masked_weight > 0
 
     @property
+    def num_anchored(self) -> int:
+        """How many queries of an image are boxes of its local crops."""
+        views = self.views
+        return min(views.num_queries, views.num_local) if views.query_source == "local" else 0
+
+    @property
     def frozen_epochs(self) -> float:
         """Epochs in which the backbone stands still."""
         wanted = self.optim.freeze_backbone_epochs
@@ -292,6 +327,15 @@ class Settings(Section):
                 raise ValueError(
                     f"views.{name}={size} is not divisible by model.patch_size={patch}; set views.{name}={near}"
                 )
+        if views.query_source == "local" and views.num_queries and not views.num_local:
+            raise ValueError(
+                "views.query_source=local takes queries from local crops, and views.num_local=0; "
+                "set views.num_local=6, or views.query_source=random"
+            )
+        if self.method.query_temperature_start is not None and self.method.query_temperature is None:
+            raise ValueError(
+                "method.query_temperature_start needs an end; set method.query_temperature too, or leave it out"
+            )
         if self.masked and self.model.query_keys == "all" and views.num_queries:
             raise ValueError(
                 "model.query_keys=all lets queries leak masked pixels; "

@@ -85,8 +85,9 @@ class Step:
     def _take(
         self, views: Iterable[Views], values: optim.Values | Tensor, frozen: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        lr, weight_decay, momentum, temperature = values if isinstance(values, Tensor) else values.numbers
-        losses = self._learn(views, temperature)
+        numbers = values if isinstance(values, Tensor) else values.numbers
+        lr, weight_decay, momentum, temperature, query_temperature = numbers
+        losses = self._learn(views, temperature, query_temperature)
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
         still = [*student.head.last_layer.parameters()] if freeze_last_layer else []
         for parameter in [*still, *(student.backbone.parameters() if freeze_backbone else ())]:
@@ -98,7 +99,9 @@ class Step:
         self.method.update(momentum, ok, head_only=freeze_backbone)
         return losses, ok
 
-    def _learn(self, views: Iterable[Views], teacher_temperature: float | Tensor) -> Tensor:
+    def _learn(
+        self, views: Iterable[Views], teacher_temperature: float | Tensor, query_temperature: float | Tensor
+    ) -> Tensor:
         """Forward and backward over the micro-batches; views are taken one by one, so that few lie in memory."""
         model, sums = self.model, torch.zeros(5, device=self.device)
         for micro, made in enumerate(views):
@@ -107,7 +110,7 @@ class Step:
                 sync_gradients(self.method, last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-                    losses = model(made, teacher_temperature)
+                    losses = model(made, teacher_temperature, query_temperature)
                 (losses.total / self.accumulate).backward()
             sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums

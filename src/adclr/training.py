@@ -169,7 +169,9 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
 
 def _look(job: Job, views: Ahead[Views], values: optim.Values) -> dict[str, float]:
     assert views.last is not None
-    return health.measure(job.method, views.last, values.teacher_temperature, job.dtype, job.teacher())
+    return health.measure(
+        job.method, views.last, values.teacher_temperature, job.dtype, job.teacher(), values.query_temperature
+    )
 
 
 def _probe(job: Job, start: int, images: Images | None) -> journal.Probe | None:

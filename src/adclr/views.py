@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,9 @@ def plan(settings: Settings, epoch: int, keys: Words, sizes: Ints) -> Plan:
             views.local_blur if photometric else 0.0,
             photometric=photometric,
         )
+        if settings.num_anchored:
+            assert local is not None
+            queries = _anchored(queries, local, settings.num_anchored)
     if settings.masked:
         side = views.global_size // patch
         masks = block_masks(draws, 2, (side, side), views.mask_probability, views.mask_ratio)
@@ -134,6 +137,15 @@ def _crops(
         grey=chance("grey", views.grey, colours),
         sigma=np.where(chance("blur", blur), sigma, 0.0),
         solarise=chance("solarise", solarise, colours),
+    )
+
+
+def _anchored(queries: Crops, local: Crops, count: int) -> Crops:
+    """The queries, the first of them cut out where the first local crops are, and flipped as they are."""
+    return replace(
+        queries,
+        boxes=np.concatenate([local.boxes[:, :count], queries.boxes[:, count:]], axis=1),
+        flip=np.concatenate([local.flip[:, :count], queries.flip[:, count:]], axis=1),
     )
 
 

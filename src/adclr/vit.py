@@ -16,7 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.attention import Group
-from adclr.blocks import Attention, Block, QueryKeys, RunBlock, again_block, by_group, lean_block, left, run_block
+from adclr.blocks import (
+    Attention,
+    Block,
+    QueryKeys,
+    RunBlock,
+    again_block,
+    by_group,
+    clear_queries,
+    lean_block,
+    left,
+    run_block,
+    windows_of,
+)
 from adclr.norm import norm
 
 # All bicubic: with antialiasing, without, or without and for a grid OFFSET larger, as DINO's own code has it.
@@ -84,26 +96,6 @@ def _resampling(
         return found.view(count, -1).T.contiguous().to(device)
 
 
-@lru_cache(maxsize=128)
-def _windows(grid: tuple[int, int], side: int, batch: int, device: torch.device) -> tuple[Tensor, tuple[Group, ...]]:
-    """The patches of `batch` images window by window, and the windows, those of one shape one group.
-
-    The grid is cut into as few windows as go, as equal as can be: of two heights and two widths at most, and none is
-    filled up.
-    """
-    places = torch.arange(grid[0] * grid[1]).view(grid)
-    cut = [
-        part for rows in places.tensor_split(-(-grid[0] // side)) for part in rows.tensor_split(-(-grid[1] // side), 1)
-    ]
-    shapes: dict[torch.Size, list[Tensor]] = {}
-    for part in cut:
-        shapes.setdefault(part.shape, []).append(part.flatten())
-    starts = torch.arange(batch).view(-1, 1) * places.numel()
-    order = torch.cat([(starts + torch.cat(alike)).flatten() for alike in shapes.values()])
-    groups = (Group(batch * len(alike), len(alike[0]), len(alike[0])) for alike in shapes.values())
-    return order.to(device), tuple(groups)
-
-
 class VisionTransformer(nn.Module):
     """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
 
@@ -126,16 +118,22 @@ class VisionTransformer(nn.Module):
         mask_token: bool = False,
         num_channels: int = 3,
         norm_eps: float = 1e-6,
+        query_read_only_blocks: int = 0,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide the width {dim}")
+        if not 0 <= query_read_only_blocks <= depth:
+            raise ValueError(f"query_read_only_blocks is {query_read_only_blocks} where there are {depth} blocks")
+        if query_read_only_blocks and query_keys in ("image_and_self", "all"):
+            raise ValueError(f"query_read_only_blocks needs queries that do not attend to queries, not {query_keys=}")
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
         self.num_registers = num_registers
         self.layer_scale, self.norm_eps = layer_scale, norm_eps
         self.query_keys: QueryKeys = query_keys
+        self.query_read_only_blocks = query_read_only_blocks  # the last n blocks; see `_is_first_read_only`
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
         self.num_prefix = 1 + num_registers
@@ -183,7 +181,16 @@ class VisionTransformer(nn.Module):
             position_resampling=self.position_resampling,
             num_channels=self.num_channels,
             norm_eps=self.norm_eps,
+            query_read_only_blocks=self.query_read_only_blocks,
         )
+
+    def _is_first_read_only(self, block: int) -> bool:
+        """Whether queries lose their own content on entering this block.
+
+        Their attention query still comes from it, their residual is set to zero, and from here on a query consists only
+        of what it has read from the image: its own pixels cannot solve the loss (docs/method.md).
+        """
+        return self.query_read_only_blocks > 0 and block == self.depth - self.query_read_only_blocks
 
     # -- tokens in --
 
@@ -264,6 +271,8 @@ class VisionTransformer(nn.Module):
         y = self.first_norm(x)
         for i, (block, following) in enumerate(self._with_norms()):
             last = i == self.depth - 1
+            if self._is_first_read_only(i):
+                x = clear_queries(x, groups)
             x, y = run((block, x, y, groups, following, None if kept is None else kept[i], wanted if last else None))
         groups = left(groups, wanted)
         return [
@@ -323,7 +332,7 @@ class VisionTransformer(nn.Module):
         """
         grid, batch = self.grid_of(images.shape[2], images.shape[3]), images.shape[0]
         run = self.run_block if self.training else run_block
-        order, windows = _windows(grid, side, batch, images.device)
+        order, windows = windows_of(grid, side, batch, images.device)
         back, count = order.argsort(), grid[0] * grid[1]
         x = to_stream(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         y = self.first_norm(x)
@@ -349,6 +358,8 @@ class VisionTransformer(nn.Module):
         for i, (layer, following) in enumerate(self._with_norms()):
             if i == block % self.depth:
                 return layer.attn.weights(y.view(*group[:2], self.dim), num_image)
+            if self._is_first_read_only(i):
+                x = clear_queries(x, (group,))
             x, y = layer(x, y, (group,), following)
         raise AssertionError("a ViT has at least one block")
 
@@ -371,9 +382,9 @@ class VisionTransformer(nn.Module):
     def ask(self, memory: Memory, queries: Tensor) -> Tensor:
         """B×Q×D: what `forward` gives for these queries, at the cost of the queries alone."""
         x = self.embed_queries(queries)
-        for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
+        for i, (block, keys, values) in enumerate(zip(self.blocks, memory.keys, memory.values, strict=True)):
             assert isinstance(block, Block)
-            x = block.ask(x, keys, values, self.query_keys)
+            x = block.ask(x, keys, values, self.query_keys, clear=self._is_first_read_only(i))
         return cast(Tensor, self.norm(x))
 
     def gaze(
@@ -395,6 +406,6 @@ class VisionTransformer(nn.Module):
             assert isinstance(layer, Block)
             if i == block % self.depth:
                 found = layer.attn.asked(layer.norm1(x), keys, rule, temperature)
-            x = layer.ask(x, keys, values, rule)
+            x = layer.ask(x, keys, values, rule, clear=queries is not None and self._is_first_read_only(i))
         assert found is not None, "a ViT has at least one block"
         return found, self.norm(x)

@@ -49,6 +49,9 @@ class Architecture(Section):
         "antialias", description="see model.position_resampling"
     )
     norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
+    query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
+        0, description="see model.query_read_only_blocks"
+    )
 
     def build(self, drop_path: float = 0.0, mask_token: bool = False) -> VisionTransformer:
         return VisionTransformer(**self.model_dump(), drop_path=drop_path, mask_token=mask_token)
@@ -94,6 +97,7 @@ def architecture(settings: Settings) -> Architecture:
         query_keys=model.query_keys,
         position_resampling=model.position_resampling,
         norm_eps=model.norm_eps,
+        query_read_only_blocks=model.query_read_only_blocks,
     )
 
 

@@ -304,7 +304,7 @@ def test_resuming_with_other_numbers_of_processes(
     one, many = (list(run.rows("metrics.jsonl")) for run in (whole, Run(out)))
     assert [row["step"] for row in one] == [row["step"] for row in many] == list(range(1, 11))
     for a, b in zip(one, many, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), a["step"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), a["step"]  # sums of other order: 1.2e-5 was seen
 
 
 def test_no_whole_checkpoint_at_all_is_an_error_and_touches_nothing(saved: Run) -> None:
