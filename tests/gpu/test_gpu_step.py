@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 import adclr as package
-from adclr import fused, jobs
+from adclr import jobs
 from adclr.augment import Views, pack, render
 from adclr.config import build
 from adclr.settings import Settings
@@ -61,7 +63,14 @@ SMALL = {
 }
 
 
-def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recorded: bool) -> tuple[Any, list[Any]]:
+def steps_of(
+    settings: Settings,
+    views: Views,
+    count: int,
+    compiled: bool,
+    recorded: bool,
+    query_temperature: float | None = None,
+) -> tuple[Any, list[Any]]:
     """So many steps on the same views from one seed, with values that change as they do in training."""
     from adclr import optim, speed
     from adclr.step import Step
@@ -77,6 +86,7 @@ def steps_of(settings: Settings, views: Views, count: int, compiled: bool, recor
     for number in range(count):
         torch.manual_seed(1000 + number)
         values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+        values = replace(values, query_temperature=query_temperature)
         found_losses, ok = step([views], values)
         losses.append(found_losses.tolist())
         assert ok.item()
@@ -251,31 +261,47 @@ def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
     np.testing.assert_allclose(near, losses, rtol=2e-2)
 
 
-def test_the_fast_way_has_the_gradients_of_float32() -> None:
-    """Compiled, bfloat16, kernels and chunks against plain float32: a ViT-S with all three losses."""
-    from adclr import attention, mlp, norm, speed
+QUERIES = {
+    "anchored": {"query_source": "local"},
+    "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2, "query_keys": "patches"},
+    "read-only, keys of the image": {"query_read_only_blocks": 1},
+    "anchored and random, masked": {"query_source": "local", "num_queries": 7, "masked_weight": 1.0},
+}
 
-    settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_recorded_step_is_the_step_whatever_queries_are(name: str) -> None:
+    from adclr.speed import repeatable
+
+    settings, views = default_views(8, CUDA, **(SMALL | QUERIES[name]))
+    with repeatable(True):
+        plain, losses = steps_of(settings, views, 4, compiled=False, recorded=False, query_temperature=0.1)
+        again, same = steps_of(settings, views, 4, compiled=False, recorded=True, query_temperature=0.1)
+    assert same == losses
+    for (key, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=key)
+    _, others = steps_of(settings, views, 1, compiled=False, recorded=True)
+    assert others[0] != losses[0]  # the temperature of queries arrives
+
+
+@pytest.mark.parametrize("name", ["ADCLR*", *QUERIES])
+def test_the_fast_way_has_the_gradients_of_float64(name: str) -> None:
+    """bfloat16, kernels and chunks against the plain code in float64: a ViT-S with all losses of the method."""
+    changes = QUERIES.get(name, {"masked_weight": 1.0})
+    settings, views = default_views(8, CUDA, **({"num_prototypes": 8192, "drop_path": 0.0} | changes))
     method = jobs.build(settings).to(CUDA)
-    found = {}
-    for fast in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if fast:
-                compiled = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
-                assert compiled is not None
-                assert compiled.failure is None
-                with autocast():
-                    losses = method(views, 0.05)
-            else:
-                for room in (attention, mlp, norm):
-                    patch.setattr(room, "fits", lambda *_: False)
-                patch.setattr(fused, "possible", lambda *_: False)
-                losses = method(views, 0.05)
-            losses.total.backward()
-        gradients = {n: p.grad.double() for n, p in method.student.named_parameters() if p.grad is not None}
-        found[fast] = [loss.item() for loss in losses], gradients
-        method.forget()
-    assert found[True][0] == pytest.approx(found[False][0], rel=1e-2)
-    for name, exact in found[False][1].items():
-        cosine = torch.nn.functional.cosine_similarity(found[True][1][name].flatten(), exact.flatten(), dim=0)
-        assert cosine > 0.999, (name, cosine.item())
+    exact = copy.deepcopy(method).double()
+    results = []
+    for model in (method, exact):
+        given = views.map(lambda x: x.double() if x.is_floating_point() else x) if model is exact else views
+        with autocast() if model is method else nullcontext():
+            losses = model(given, 0.05, 0.1)
+        losses.total.backward()
+        gradients = {n: p.grad.double() for n, p in model.student.named_parameters() if p.grad is not None}
+        results.append(([loss.item() for loss in losses], gradients))
+    (losses, gradients), (exact_losses, exact_gradients) = results
+    assert losses == pytest.approx(exact_losses, rel=1e-2)
+    assert gradients.keys() == exact_gradients.keys()
+    for parameter, expected in exact_gradients.items():
+        cosine = torch.nn.functional.cosine_similarity(gradients[parameter].flatten(), expected.flatten(), dim=0)
+        assert cosine > 0.999, (parameter, cosine.item())
