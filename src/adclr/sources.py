@@ -203,6 +203,7 @@ def index_folder(root: Path) -> Listing:
     found: list[str] = []
     links: dict[str, str] = {}  # files that links lead to, and the first name of each
     facts: Facts = {}
+    problems: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
     waiting = [""]
     with Tally("indexing", "images") as tally:
@@ -227,6 +228,9 @@ def index_folder(root: Path) -> Listing:
                             links[file] = min(path, links.get(file, path))
                         elif kind == "file":
                             found.append(path)
+                        elif kind == "dangling":
+                            there = os.path.abspath(entry.path)
+                            problems[there] = f"a link to {os.readlink(there)}, which is not there"
                         if len(found) - tally.count >= TOLD:
                             tally.add(len(found) - tally.count)
             except PermissionError:
@@ -235,10 +239,10 @@ def index_folder(root: Path) -> Listing:
     if links:
         own = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in found}
         found += [path for file, path in links.items() if file not in own]
-    return Listing(sorted(found), facts, NO_PLACES, [])
+    return Listing(sorted(found), facts, NO_PLACES, [], problems)
 
 
-def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link"] | None:
+def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:
     """What an entry of a folder is to a search for images; None for nothing."""
     if entry.name.startswith("."):
         return None
@@ -247,9 +251,9 @@ def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link"] | None:
             return "folder"
         if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
             return "link" if entry.is_symlink() else "file"
-    except OSError:  # a link that leads nowhere, for one to itself
-        return None
-    return None
+    except OSError:  # a link to itself, or into a folder that may not be read
+        pass
+    return "dangling" if entry.is_symlink() and not os.path.exists(entry.path) else None
 
 
 @lru_cache(maxsize=2**16)
