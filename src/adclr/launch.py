@@ -29,6 +29,7 @@ FREE = (
     "data.allow_damaged_shards",
     "train.device",
     "train.compile",
+    "train.checkpoint_activations",
     "train.micro_batch_size",
     "train.shard",
     "train.max_void_steps",
