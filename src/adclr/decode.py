@@ -4,8 +4,8 @@ JPEG goes through torchvision's libjpeg, which leaves Python's lock and is 1.6 t
 pixels; everything else, and every JPEG that is not plain, through Pillow; images of 2 or of more than 3 channels
 through tifffile. EXIF orientation is applied alike everywhere.
 
-An image with numbers that are not finite is refused, and so is a file of more bands than `model.num_channels`. A missing
-package is the user's error (`UserError`), not the file's.
+An image with numbers that are not finite is refused, and so is a file of more bands than `model.num_channels`. A
+missing package is the user's error (`UserError`), not the file's.
 
 A JPEG that ends before all the pixels its header claims is refused, from one block in the corner on. One that claims
 fewer than it has, or only so many more that no block is missing, cannot be told from a good one without another decoder
