@@ -159,7 +159,7 @@ def gray_at_the_end(packed: Packed, items: Sequence[Pixels | Encoded]) -> list[i
     first = packed.offsets + down * columns + across
     indices = first[:, None] + np.arange(packed.num_channels) * (rows * columns)[:, None]
     pixels = packed.bytes[torch.from_numpy(indices).to(packed.bytes.device)].cpu().numpy()
-    gray = (np.abs(pixels.astype(np.int64) - MISSING) <= ROUNDING).all(axis=1)
+    gray = np.abs(pixels.astype(np.int64) - MISSING).max(axis=1) <= ROUNDING
     return [place for place, item in enumerate(items) if gray[place] and isinstance(item, Encoded)]
 
 
