@@ -84,6 +84,9 @@ class ImageFolder(Items):
     def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
         root = Path(root)
         listing = listing or index_folder(root)
+        if not listing.names and listing.problems:
+            link, problem = next(iter(listing.problems.items()))
+            raise UserError(f"folder {root} holds no image that is there: {link} is {problem}; restore it")
         if not listing.names:
             raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
         super().__init__(root, listing.names, listing)
