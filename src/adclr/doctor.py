@@ -28,7 +28,7 @@ from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_atomically, write_json
 from adclr.settings import Data
 from adclr.shards import TarShards
-from adclr.sources import Source
+from adclr.sources import Source, reason_of
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
@@ -79,7 +79,7 @@ def examine(source: Source, index: int, decoder: Decoder) -> Finding:
     try:
         data = source.read(index)
     except OSError as error:
-        return Finding(path, 0, "", str(error.strerror or error))
+        return Finding(path, 0, "", reason_of(error))
     digest, bands = blake2b(data, digest_size=16).hexdigest(), tiff_bands(data) or 0
     try:
         pixels = decoder(data)

@@ -168,6 +168,13 @@ def read_file(path: str) -> bytes:
         os.close(file)
 
 
+def reason_of(error: Exception) -> str:
+    """Why an item cannot be read, without the number and the path that Python puts beside the system's words."""
+    if isinstance(error, FileNotFoundError):
+        return "the file does not exist"
+    return str(getattr(error, "strerror", None) or error)
+
+
 def fail(error: Exception, source: Source, index: int) -> NoReturn:
     """Passes on what came up in reading an item and is not the item's fault, with its name."""
     name = f"{source.paths[index]} of {source.root}"
