@@ -128,7 +128,7 @@ def test_sizes_are_in_units_that_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
         photo(40, 40).save(tmp_path / "data" / f"{number}.bmp")  # 4854 bytes
     report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
     assert report["bytes"] == 3 * 4854
-    assert "3 images, 14.6 kB; 3 can be read" in capsys.readouterr().out
+    assert "3 images, 15 kB; 3 can be read" in capsys.readouterr().out
 
 
 def test_mean_and_deviation_of_channels_are_those_of_the_pixels(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from pydantic import Field
-from rich import filesize
 
 from adclr import auto
 from adclr.collection import open_source
 from adclr.config import Count, Section, UserError
 from adclr.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
 from adclr.memory import cpu_count
+from adclr.plan_text import size
 from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_atomically, write_json
 from adclr.settings import Data
@@ -153,13 +153,13 @@ def diagnose(
         "constant": [finding.path for finding in good if finding.flat],
     }
     mean, std = _colors(good)
-    size = sum(finding.bytes for finding in found)
+    total = sum(finding.bytes for finding in found)
     report: dict[str, Any] = {
         "data": data,
         "images": len(found),
         "readable": len(good),
-        "bytes": size,
-        "gigabytes": size / 1e9,
+        "bytes": total,
+        "gigabytes": total / 1e9,
         "formats": dict(Counter(finding.format for finding in good).most_common()),
         "modes": dict(Counter(finding.mode for finding in good).most_common()),
         "mean": mean,
@@ -284,7 +284,7 @@ def _advice_on_bands(data: str, found: Sequence[Finding], num_channels: int) -> 
 def describe(report: dict[str, Any]) -> str:
     """The report as text."""
     lines = [
-        f"{report['images']} images, {filesize.decimal(report['bytes'])}; {report['readable']} can be read",
+        f"{report['images']} images, {size(report['gigabytes'])}; {report['readable']} can be read",
         "formats: " + (", ".join(f"{name} {count}" for name, count in report["formats"].items()) or "none"),
         "modes:   " + (", ".join(f"{name} {count}" for name, count in report["modes"].items()) or "none"),
     ]
