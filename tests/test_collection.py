@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from adclr.collection import expand, open_source
 from adclr.config import UserError
 from adclr.labelled import open_labelled
 from adclr.sources import ImageFolder
-from tiny import TINY
+from tiny import TINY, Adclr, words
 
 
 def write_tar(path: Path, files: dict[str, bytes]) -> None:
@@ -128,22 +129,96 @@ def test_labels_beside_the_images_of_a_shard(folder: ImageFolder, tmp_path: Path
     assert [source.label(i) for i in range(2)] == ["3", None]
 
 
+def whole_tar(folder: ImageFolder, path: Path) -> tuple[bytes, list[int]]:
+    """A shard of 10 images, and where the header of each member and the end-of-archive blocks begin."""
+    write_tar(path, {folder.paths[i]: folder.read(i) for i in range(10)})
+    with tarfile.open(path) as archive:
+        starts = [member.offset for member in archive]
+        return path.read_bytes(), [*starts, archive.offset]
+
+
+@pytest.mark.parametrize("cut", ["member's end", "header", "data", "padding", "one record"])
+def test_a_shard_that_is_cut_off_is_damaged_not_shorter(folder: ImageFolder, tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "cut.tar"
+    whole, starts = whole_tar(folder, path)
+    sixth = folder.paths[6]
+    length, reason, readable = {
+        "member's end": (starts[6], f"it ends at byte {starts[6]} without end-of-archive blocks", 6),
+        "header": (starts[6] + 100, f"it is cut off inside a header, at byte {starts[6] + 100},", 6),
+        "data": (starts[6] + 600, f"it is cut off inside {sixth}", 6),
+        "padding": (starts[7] - 1, f"it ends at byte {starts[7] - 1} without end-of-archive blocks", 7),
+        "one record": (starts[10], f"it ends at byte {starts[10]} without end-of-archive blocks", 10),
+    }[cut]
+    path.write_bytes(whole[:length])
+    with pytest.raises(UserError) as error:
+        open_source(path)
+    assert str(error.value) == (
+        f"shard {path} is damaged: {reason} after {readable} readable members, the last of which is "
+        f"{folder.paths[readable - 1]}; write it again, or set data.allow_damaged_shards=true to pretrain on what can "
+        "be read"
+    )
+    source = open_source(path, allow_damaged=True)
+    assert [source.read(i) for i in range(len(source))] == [folder.read(i) for i in range(readable)]
+
+
+def test_a_header_that_was_overwritten_is_damage(folder: ImageFolder, tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    whole, starts = whole_tar(folder, path)
+    path.write_bytes(whole[: starts[4]] + b"x" * 512 + whole[starts[4] + 512 :])
+    with pytest.raises(UserError, match=rf"no member's header at byte {starts[4]} after 4 readable members"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("writer", ["w", "w|", "GNU tar", "one zero block", "part of a zero block"])
+def test_a_shard_with_an_end_is_whole_whoever_wrote_it(folder: ImageFolder, tmp_path: Path, writer: str) -> None:
+    """Among them a member that ends exactly at the end of a record of 10240 bytes."""
+    data = folder.read(0).ljust(10240 - 512, b"\0")
+    (tmp_path / "1.png").write_bytes(data)
+    path = tmp_path / "x.tar"
+    if writer == "GNU tar":
+        subprocess.run(["tar", "-cf", path, "-C", tmp_path, "1.png"], check=True)
+    else:
+        mode = "w|" if writer == "w|" else "w"  # w|: as WebDataset's TarWriter
+        with tarfile.open(path, mode, format=tarfile.USTAR_FORMAT) as archive:
+            archive.add(tmp_path / "1.png", "1.png")
+    assert path.stat().st_size == 20480
+    if "zero block" in writer:
+        os.truncate(path, 10240 + (512 if writer == "one zero block" else 100))
+    source = open_source(path)
+    assert [source.read(i) for i in range(len(source))] == [data]
+
+
+def test_of_several_shards_the_damaged_one_is_named(
+    folder: ImageFolder, tmp_path: Path, adclr: Adclr, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(3):
+        whole, starts = whole_tar(folder, data / f"{number}.tar")
+        if number:
+            (data / f"{number}.tar").write_bytes(whole[: starts[-1 - number]])
+    sentence = rf"^2 of 3 shards are damaged, the first one is {data}/1\.tar: it ends at byte"
+    with pytest.raises(UserError, match=sentence):
+        open_source(data)
+    refused = adclr("pretrain", data, "--out", tmp_path / "run", *words(TINY))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith(f"adclr: 2 of 3 shards are damaged, the first one is {data}/1.tar")
+    assert not (tmp_path / "run").exists()
+    tiny = TINY | {"recipe": "adclr_small", "epochs": 1, "warmup_epochs": 0, "allow_damaged_shards": True}
+    run = package.pretrain(data, out=tmp_path / "run", labels=True, **tiny)
+    assert f"shard {data}/2.tar is damaged: it ends at byte" in capsys.readouterr().err
+    assert run.starts()[0]["images"] == 10 + 9 + 8
+    # the index that the run has saved knows of the damage
+    with pytest.raises(UserError, match=sentence):
+        launch.prepare(None, run.path, overrides={"allow_damaged_shards": False})
+
+
 def test_shards_that_cannot_be_read(folder: ImageFolder, tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
-    write_tar(cut, {folder.paths[i]: folder.read(i) for i in range(10)})
-    whole = cut.read_bytes()
-    cut.write_bytes(whole[: len(whole) // 2 - 300])
-    source_or_error: list[str] = []
-    try:
-        source = open_source(cut)
-        for index in range(len(source)):
-            try:
-                source.read(index)
-            except OSError as error:
-                source_or_error.append(str(error))
-    except UserError as error:
-        source_or_error.append(str(error))
-    assert source_or_error  # it is said, now or when the image is asked for
+    whole, _ = whole_tar(folder, cut)
+    cut.write_bytes(whole[:300])
+    with pytest.raises(UserError, match=r"cut\.tar cannot be read as an uncompressed tar file \(truncated header\)"):
+        open_source(cut)
     (tmp_path / "zip.tar").write_bytes(b"PK" + bytes(600))
     with pytest.raises(UserError, match=r"zip\.tar cannot be read as an uncompressed tar file"):
         open_source(tmp_path / "zip.tar")

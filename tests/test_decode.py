@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import zlib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import torchvision.io
 from PIL import Image, ImageOps
 
+from adclr.config import UserError
 from adclr.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
 from adclr.jpeg import read_header
 
@@ -187,9 +189,95 @@ def deep_png(pixels: np.ndarray) -> bytes:
 
 
 def test_fractions_have_white_at_one_and_nothing_overflows() -> None:
-    assert to_bytes(np.array([0.0, 0.5, 1.0, np.nan], np.float32), None).tolist() == [0, 128, 255, 0]
+    assert to_bytes(np.array([0.0, 0.5, 1.0], np.float32), None).tolist() == [0, 128, 255]
     assert to_bytes(np.array([-5.0, 300.0, 1023.0]), None).tolist() == [0, 75, 255]
     assert to_bytes(np.array([0, 10**9], np.int64), None).tolist() == [0, 255]
+
+
+def tiff(pixels: np.ndarray, **options: object) -> bytes:
+    import tifffile
+
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, pixels, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_image_with_numbers_that_are_not_finite_is_refused(value: float) -> None:
+    pixels = np.full((10, 12), 0.5, np.float32)
+    assert decode(tiff(pixels), LIMIT).shape == (3, 10, 12)
+    pixels[3, 4:6] = value
+    bands = np.stack([pixels] * 5, axis=-1)
+    for decoder, data, size in (
+        (Decoder(), tiff(pixels), "2 of its 120"),
+        (Decoder(num_channels=5), tiff(bands, photometric="minisblack", planarconfig="contig"), "10 of its 600"),
+    ):
+        with pytest.raises(Unreadable) as error:
+            decoder(data)
+        assert str(error.value) == f"{size} numbers are NaN or infinite; replace them, for example by 0"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP", "GIF"])
+def test_a_file_that_is_cut_off_is_said_to_be_so(kind: str) -> None:
+    data = encoded(PHOTO.resize((300, 200)), kind)
+    with pytest.raises(Unreadable) as error:
+        decode(data[: len(data) // 2] if kind != "TIFF" else data[:-5000], LIMIT)
+    assert str(error.value) == "the file is cut off: it ends before its last pixel"
+
+
+def test_reasons_are_sentences_without_the_names_of_python() -> None:
+    webp = bytearray(encoded(PHOTO, "WEBP"))
+    webp[20:60] = bytes(40)
+    part = bytearray(encoded(PHOTO, "PNG"))
+    part[13] = 10  # a line feed in the name of a part
+    for data in (bytes(webp), bytes(part)):
+        with pytest.raises(Unreadable) as error:
+            decode(data, LIMIT)
+        assert re.fullmatch(r"(it cannot be decoded|broken PNG)[\w ():]+", str(error.value)), error.value
+        assert "Error" not in str(error.value)
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_a_file_of_bands_is_told_from_what_is_no_image(num_channels: int) -> None:
+    pixels = np.arange(5 * 12 * 14).reshape(12, 14, 5)
+    for bands in (pixels.astype(np.uint8), pixels.astype(np.uint16)):
+        for options in ({}, {"bigtiff": True}, {"byteorder": ">"}):
+            data = tiff(bands, photometric="minisblack", planarconfig="contig", **options)
+            with pytest.raises(Unreadable) as error:
+                Decoder(num_channels=num_channels)(data)
+            assert str(error.value) == (
+                f"a TIFF file of 5 bands where model.num_channels={num_channels}; "
+                "set model.num_channels=5 to read all of them"
+            )
+    with pytest.raises(Unreadable, match="not an image of a known format"):  # broken, so that nobody knows its bands
+        Decoder(num_channels=num_channels)(data[:40])
+
+
+def test_numbers_that_pillow_does_not_know() -> None:
+    rng = np.random.default_rng(0)
+    colors, grey = rng.random((12, 14, 3)).astype(np.float32), rng.random((12, 14))
+    assert np.array_equal(Decoder()(tiff(colors, photometric="rgb")), (colors * 255).round().transpose(2, 0, 1))
+    assert Decoder(num_channels=1)(tiff(colors, photometric="rgb")).shape == (1, 12, 14)
+    assert np.array_equal(Decoder()(tiff(grey)), np.stack([(grey * 255).round()] * 3))
+    assert np.array_equal(Decoder(num_channels=1)(tiff(grey)), (grey * 255).round()[None])
+
+
+def test_a_missing_package_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    bands = np.zeros((12, 14, 5), np.uint8)
+    data = bytearray(tiff(bands, photometric="minisblack", planarconfig="contig", metadata=None))
+    compression = data.index((259).to_bytes(2, "little") + (3).to_bytes(2, "little"))
+    data[compression + 8] = 5  # it says it is compressed by LZW, for which tifffile needs another package
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    with pytest.raises(UserError, match=r"need imagecodecs, which is not installed; pip install imagecodecs$"):
+        Decoder(num_channels=5)(bytes(data))
+    deep = tiff(np.zeros((12, 14, 3), np.uint16), photometric="rgb")
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    for decoder, file in ((Decoder(num_channels=5), bytes(data)), (Decoder(), deep)):
+        with pytest.raises(
+            UserError, match=r"need tifffile, which is not installed; pip install 'adclr\[multiband\]'$"
+        ):
+            decoder(file)
+    assert Decoder()(encoded(PHOTO, "TIFF")).shape == (3, 20, 30)  # which Pillow reads
 
 
 @pytest.mark.parametrize("axis", [0, -1])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import timm
@@ -150,9 +152,31 @@ def test_onnxruntime_gives_our_outputs(options: dict[str, Any], tmp_path: Path) 
     agree(vit, theirs)
     one = torch.randn(1, 3, 32, 40)  # one side as stored
     torch.testing.assert_close(theirs(one)[0], vit(one).cls, rtol=1e-4, atol=1e-4)
-    assert [value.name for value in (*session.get_inputs(), *session.get_outputs())] == ["images", "cls", "patches"]
+    assert {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())} == {
+        "images": ["batch", 3, "height", "width"],
+        "cls": ["batch", vit.dim],
+        "patches": ["batch", "patches", vit.dim],
+    }
+    values = onnx.load(out / "model.onnx").graph.value_info
+    sides = [side.dim_param for value in values for side in value.type.tensor_type.shape.dim]
+    assert {"rows", "columns"} <= set(sides)
+    assert not [side for side in sides if re.search(r"\bs\d+\b|None", side)]
     assert str(Path(package.__file__).parent).encode() not in (out / "model.onnx").read_bytes()
     assert not list(out.glob("*.data"))
+
+
+def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be(tmp_path: Path) -> None:
+    _, run = kept(tmp_path / "run")
+    out = tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # no file may be longer, as if there were no room
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            export(run, "onnx", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(out / "model.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.parametrize("stored", [4, 14, 37])
@@ -229,8 +253,9 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(room.card, "write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         export(run, "safetensors", tmp_path / "new" / "deeper" / "out")
+    assert error.value.filename == str(tmp_path / "new" / "deeper" / "out")
     monkeypatch.undo()
     monkeypatch.setattr("adclr.portable.find_spec", lambda name: None)
     with pytest.raises(

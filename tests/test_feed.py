@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from adclr import feed as feed_module
 from adclr.augment import render
 from adclr.collection import open_source
 from adclr.config import UserError
@@ -94,6 +95,38 @@ def test_too_many_unreadable_images_stop_the_run(folder: Path) -> None:
         (folder / path).write_bytes(b"")
     with pytest.raises(UserError, match="none of the 32 images"):
         collect(Feed(source, 0, Decoder()), 32)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+def test_how_many_are_bad_is_counted_and_not_only_the_first(folder: Path, tmp_path: Path, num_workers: int) -> None:
+    good = ImageFolder(folder).paths[0]
+    (folder / "html.png").write_text("<html>")
+    (tmp_path / "list.txt").write_text(
+        "\n".join([f"data/{good}", "data/html.png", *(f"data/no{i}.png" for i in "abc")])
+    )
+    listed: list[tuple[str, str]] = []
+    feed = Feed(
+        open_source(tmp_path / "list.txt"), num_workers, Decoder(), 0.1, on_unreadable=lambda *row: listed.append(row)
+    )
+    with pytest.raises(
+        UserError, match=r"^4 of 5 images cannot be read, for example data/.*\(.*\); mend them or raise"
+    ):
+        list(feed.batches([(0, np.arange(5))], planner))
+    assert dict(listed) == {
+        "data/html.png": "it is not an image of a known format (JPEG, PNG, WEBP, BMP, TIFF, GIF)",
+        **{f"data/no{i}.png": "the file does not exist" for i in "abc"},
+    }
+    assert len(listed) == 4
+
+
+def test_of_many_images_a_part_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ImageFolder(folder)
+    for path in source.paths[::2]:
+        (folder / path).write_bytes(b"")
+    monkeypatch.setattr(feed_module, "SURVEY", 16)
+    bad = r"^at least \d+ of 32 images \(\d+ of the 16 that were tried\) cannot be read, for example"
+    with pytest.raises(UserError, match=bad):
+        collect(Feed(source, 1, Decoder(), max_unreadable=0.1), 32)
 
 
 def test_a_folder_that_disappears_is_named(folder: Path) -> None:

@@ -20,6 +20,7 @@ from PIL import Image
 
 import adclr as package
 from adclr.augment import render
+from adclr.config import UserError
 from adclr.decode import Decoder
 from adclr.feed import Feed
 from adclr.runs import Run
@@ -122,6 +123,35 @@ def test_training_goes_on_over_broken_files(wild: Path, tmp_path: Path, adclr: A
     assert stopped.returncode == 2
     assert "of 180 images cannot be read" in stopped.stderr
     assert stopped.stderr.strip().splitlines()[-1].startswith("adclr: ")
+
+
+def test_a_missing_package_ends_the_run_once_and_lists_no_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tifffile
+
+    data, changes = tmp_path / "data", {"num_channels": 5, "mean": [0.5] * 5, "std": [0.25] * 5}
+    data.mkdir()
+    for number in range(16):
+        tifffile.imwrite(data / f"{number}.tif", RNG.integers(0, 256, (24, 24, 5), np.uint8), photometric="minisblack")
+    tiny = TINY | changes | {"recipe": "adclr_small", "epochs": 1, "warmup_epochs": 0}
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tifffile", None)
+        for cache in ("auto", "off"):
+            with pytest.raises(UserError, match=r"need tifffile, which is not installed; pip install"):
+                package.pretrain(data, out=tmp_path / "run", cache=cache, **tiny)
+            assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+    assert package.pretrain(data, out=tmp_path / "run", **tiny).finished  # with it, the same command trains
+
+
+def test_an_image_of_numbers_that_are_not_finite_is_listed_with_its_reason(images: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(images / "train", data)
+    Image.fromarray(np.full((20, 20), np.nan, np.float32)).save(data / "hole.tif")
+    run = package.pretrain(data, out=tmp_path / "run", recipe="adclr_small", **TINY)
+    assert list(run.rows("quarantine.jsonl")) == [
+        {"path": "hole.tif", "reason": "400 of its 400 numbers are NaN or infinite; replace them, for example by 0"}
+    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 4, 13])

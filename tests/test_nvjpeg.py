@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from adclr import scenes
-from adclr.decode import Decoder
+from adclr.decode import Decoder, Unreadable
 from adclr.feed import Feed
 from adclr.jpeg import read_header
 from adclr.nvjpeg import Encoded, GpuDecoder
@@ -33,7 +33,7 @@ def jpeg(number: int = 0, size: tuple[int, int] = (40, 56), orientation: int = 1
     exif = Image.Exif()
     exif[0x0112] = orientation
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=92, subsampling=0, exif=exif, **options)
+    image.save(buffer, "JPEG", exif=exif, **({"quality": 92, "subsampling": 0} | options))
     return buffer.getvalue()
 
 
@@ -100,14 +100,53 @@ def test_a_batch_is_what_the_cpu_makes_of_it_upright_and_in_order() -> None:
         assert np.abs(found.astype(float) - expected).mean() <= NEAR
 
 
+def cut_and_closed(data: bytes, share: float) -> bytes:
+    """A JPEG that ends in its pixels, with an end marker as if it were whole."""
+    scan = data.index(b"\xff\xda") + 14
+    return data[: scan + int((len(data) - scan) * share)].rstrip(b"\xff") + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_file_that_is_cut_off_and_closed_is_refused_as_the_cpu_refuses_it(orientation: int, subsampling: int) -> None:
+    cpu = Decoder()
+    decoder = GpuDecoder(cpu, DEVICE)
+    whole = jpeg(orientation, (64, 64), orientation, subsampling=subsampling)
+    for share in (0.05, 0.3, 0.6, 0.8):
+        cut = cut_and_closed(whole, share)
+        with pytest.raises(Unreadable, match="it ends before all the pixels"):
+            cpu(cut)
+        blobs = [jpeg(1), cut, jpeg(2, progressive=True), whole]
+        items = [decoder.take(blobs[0]), decoder.take(cut), cpu(blobs[2]), decoder.take(whole)]
+        assert [isinstance(item, Encoded) for item in items] == [True, True, False, True]
+        assert decoder.pack(items) == (None, [1])  # type: ignore[arg-type]
+
+
+def test_a_whole_image_of_that_gray_is_decoded_by_the_cpu_in_its_place() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 24), (128, 128, 128)).save(buffer, "JPEG")
+    cpu = Decoder()
+    decoder = GpuDecoder(cpu, DEVICE)
+    blobs = [jpeg(1), buffer.getvalue(), jpeg(2, orientation=6), buffer.getvalue(), jpeg(3, progressive=True), jpeg(4)]
+    packed, failed = decoder.pack([decoder.take(blob) or cpu(blob) for blob in blobs])
+    assert packed is not None
+    assert failed == []
+    for blob, offset, size in zip(blobs, packed.offsets, packed.sizes, strict=True):
+        expected = cpu(blob)
+        assert expected.shape[1:] == tuple(size)
+        pixels = packed.bytes[offset : offset + expected.size].cpu().numpy().reshape(expected.shape)
+        assert np.abs(pixels.astype(float) - expected).mean() <= NEAR
+
+
 def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> None:
-    """One without pixels, one that is no picture, and one that is not there."""
+    """One without pixels, one that is no picture, one that is not there, and one that is cut off."""
     for number in range(12):
         (tmp_path / f"{number:02d}.jpg").write_bytes(jpeg(number))
     whole = jpeg(3)
     scan = whole.index(b"\xff\xda")
     (tmp_path / "03.jpg").write_bytes(whole[:scan] + b"\xff\xd9")  # whole to the eye, without pixels
     (tmp_path / "05.jpg").write_bytes(b"<html>")
+    (tmp_path / "09.jpg").write_bytes(cut_and_closed(jpeg(9), 0.5))
     source, settings = ImageFolder(tmp_path), tiny()
     (tmp_path / "07.jpg").unlink()
 
@@ -123,7 +162,7 @@ def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> Non
         assert np.array_equal(a.packed.offsets, b.packed.offsets)
         assert (a.packed.bytes.float() - b.packed.bytes.cpu().float()).abs().mean() <= NEAR
         assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)
-    assert sorted(told) == sorted(also) == ["03.jpg", "05.jpg", "07.jpg"]
+    assert sorted(told) == sorted(also) == ["03.jpg", "05.jpg", "07.jpg", "09.jpg"]
 
 
 def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,23 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert len(ImageFolder(data)) == 1
 
 
+def test_links_that_lead_nowhere_are_named_and_looked_for_again(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    os.symlink(tmp_path / "later.png", data / "a.png")
+    os.symlink("loop.png", data / "loop.png")
+    with pytest.raises(UserError, match=r"holds no image that is there: .*\.png is a link to .*, which is not there"):
+        ImageFolder(data)
+    touch(data, "b.png")
+    source = ImageFolder(data)
+    assert source.listing is not None
+    assert sorted(source.listing.problems) == [f"{data}/a.png", f"{data}/loop.png"]
+    assert source.listing.current()
+    touch(tmp_path, "later.png")  # which changes nothing of the folder
+    assert not source.listing.current()
+    assert ImageFolder(data).paths == ["a.png", "b.png"]
+
+
 def test_a_file_and_links_to_it_are_one_image(tmp_path: Path) -> None:
     touch(tmp_path / "data", "b/1.png", "b/2.png")
     touch(tmp_path / "far", "3.png", "4.png", "5.png")

@@ -147,6 +147,20 @@ def unfinished(images: Path, out: Path, **changes: Any) -> Run:
     return run
 
 
+def test_a_run_is_resumed_with_what_says_how_it_computes_changed(images: Path, tmp_path: Path) -> None:
+    """`train.compile=off` is what the program advises where a step cannot be recorded."""
+    run = unfinished(images, tmp_path / "run")
+    whole = state_of(pretrain(images / "train", tmp_path / "whole").path, 8)
+    pretrain(images / "train", run.path, train__compile="off", train__checkpoint_activations=True)
+    assert run.finished
+    for part, tensors in state_of(run.path, 8).items():
+        assert all(torch.equal(tensor, whole[part][name]) for name, tensor in tensors.items())
+    settings = run.settings()
+    assert settings is not None
+    assert (settings.train.compile, settings.train.checkpoint_activations) == ("off", True)
+    assert run.starts()[-1]["from_step"] == 6
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(images: Path, tmp_path: Path) -> None:
     run = unfinished(images, tmp_path / "run")
     file = run.checkpoints / "step_6" / "teacher.safetensors"

@@ -17,16 +17,20 @@ from adclr.sources import FileList, ImageFolder, Source, index_folder
 LISTS = (".txt", ".lst", ".list")
 
 
-def open_source(where: str | Path, index: Path | None = None) -> Source:
-    """The source that a word names; `index` is a file that may hold what was found there before."""
+def open_source(where: str | Path, index: Path | None = None, allow_damaged: bool = False) -> Source:
+    """The source that a word names.
+
+    `index` is a file that may hold what was found there before; `allow_damaged` takes what can be read of tar shards
+    that are cut off, which are refused otherwise.
+    """
     text = os.fspath(where)
     if text.startswith("hf:"):
         return HuggingFace(text.removeprefix("hf:"))
     if not os.path.exists(text) and re.search(r"[*?\[{]", text):
-        return TarShards(text, expand(text), _known(index))
+        return TarShards(text, expand(text), _known(index), allow_damaged)
     if os.path.isfile(text):
         if text.endswith(".tar"):
-            return TarShards(text, [text], _known(index))
+            return TarShards(text, [text], _known(index), allow_damaged)
         if text.endswith(LISTS):
             return FileList(text)
         raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
@@ -34,7 +38,9 @@ def open_source(where: str | Path, index: Path | None = None) -> Source:
         shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
         if shards:  # a forgotten archive beside photos is not the collection
             found = index_folder(Path(text))
-            return ImageFolder(text, found) if found.names else TarShards(text, shards, _known(index))
+            if found.names:
+                return ImageFolder(text, found)
+            return TarShards(text, shards, _known(index), allow_damaged)
     known = _known(index)
     same = known is not None and next(iter(known.facts)) == os.path.abspath(text)
     return ImageFolder(text, known if same else None)

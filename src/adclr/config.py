@@ -34,6 +34,46 @@ Several = Annotated[tuple[T, ...], _one]  # any number of things; one may be wri
 Device = Literal["auto", "cpu", "cuda"]
 
 
+CLOSE = 0.66  # of 1: likeness from which a name is taken for a slip of the pen, such as kk for k
+# What other programs call a setting, by its last word; for suggestions only.
+SYNONYMS = {
+    "accumulation": "micro_batch_size",
+    "amp": "precision",
+    "arch": "size",
+    "bands": "num_channels",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "channels": "num_channels",
+    "clip_grad": "clip_norm",
+    "crop_size": "global_size",
+    "dtype": "precision",
+    "ema": "momentum",
+    "grad_clip": "clip_norm",
+    "gradient_checkpointing": "checkpoint_activations",
+    "heads": "num_heads",
+    "image_size": "global_size",
+    "img_size": "global_size",
+    "in_chans": "num_channels",
+    "lambda": "query_weight",
+    "layers": "depth",
+    "learning_rate": "lr",
+    "local_crops_number": "num_local",
+    "min_lr": "final_lr",
+    "momentum_teacher": "momentum",
+    "out_dim": "num_prototypes",
+    "patch": "patch_size",
+    "pretrained": "init",
+    "queries": "num_queries",
+    "registers": "num_registers",
+    "save_every": "checkpoint_every_steps",
+    "threads": "num_workers",
+    "warmup": "warmup_epochs",
+    "wd": "weight_decay",
+    "weights": "init",
+    "workers": "num_workers",
+}
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
@@ -64,12 +104,22 @@ def full_name(model: type[BaseModel], name: str) -> str:
     inside = [path for path in paths if path.startswith(name + ".")]
     if inside:
         raise UserError(f"'{name}' is a group of settings; set one of its own, such as {inside[0]}")
-    words = {path: path for path in paths} | {path.rsplit(".", 1)[-1]: path for path in paths}
-    near = difflib.get_close_matches(name, list(words), n=1, cutoff=0.5) or difflib.get_close_matches(
-        name.rsplit(".", 1)[-1], list(words), n=1, cutoff=0.5
-    )
-    hint = f"did you mean '{words[near[0]]}'?" if near else "--help lists all settings"
+    near = _nearest(name, paths)
+    hint = f"did you mean '{near}'?" if near else "--help lists all settings"
     raise UserError(f"unknown setting '{name}'; {hint}")
+
+
+def _nearest(name: str, paths: Sequence[str]) -> str | None:
+    """The setting whose own name, or whose name in other programs, is close to the last part of `name`."""
+    words = {path.rsplit(".", 1)[-1]: path for path in paths}
+    words = {other: words[ours] for other, ours in SYNONYMS.items() if ours in words} | words
+    group, _, last = name.rpartition(".")
+    inside = [word for word, path in words.items() if path.startswith(f"{group}.")] if group else []
+    for candidates in (inside, list(words)):
+        near = difflib.get_close_matches(last, candidates, n=1, cutoff=CLOSE)
+        if near:
+            return words[near[0]]
+    return None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

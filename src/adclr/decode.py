@@ -4,6 +4,9 @@ JPEG goes through torchvision's libjpeg, which leaves Python's lock and is 1.6 t
 pixels; everything else, and every JPEG that is not plain, through Pillow; images of 2 or of more than 3 channels
 through tifffile. EXIF orientation is applied alike everywhere.
 
+An image with numbers that are not finite is refused, and so is a file of more bands than `model.num_channels`. A
+missing package is the user's error (`UserError`), not the file's.
+
 A JPEG that ends before all the pixels its header claims is refused, from one block in the corner on. One that claims
 fewer than it has, or only so many more that no block is missing, cannot be told from a good one without another decoder
 than libjpeg, which warns and goes on: it is shown as its header says.
@@ -15,12 +18,15 @@ import io
 import re
 import zlib
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
+from adclr.config import UserError
 from adclr.jpeg import Header, read_header
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
@@ -28,6 +34,10 @@ ORIENTATION = 0x0112  # the tag of EXIF
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's, of more than 8 bits
 DEEP = (255, 1023, 4095, 16383, 65535)  # what white can be in images of more than 8 bits
 PNG = b"\x89PNG\r\n\x1a\n"
+TIFF, BIG_TIFF = (b"II*\0", b"MM\0*"), (b"II+\0", b"MM\0+")
+WIDTH, HEIGHT, SAMPLES, EXTRA_SAMPLES = 256, 257, 277, 338  # tags of TIFF; of samples, those beyond the colors
+PARTS = (273, 324)  # tags that say where strips or tiles lie
+ALPHA = (1, 2)  # of EXTRA_SAMPLES
 MISSING = 128  # what libjpeg shows in all colours where a file has no more data
 MORE = bytes(range(16, 240, 3))  # data that are no marker and not all nought
 Pixels = NDArray[np.uint8]  # C×height×width
@@ -73,14 +83,15 @@ class Decoder:
             if self.num_channels not in (1, 3):
                 return self._bands(data)
             return self._deep_png(data) if _is_deep_png(data) else self._pillow(data, header)
-        except (Unreadable, MemoryError):  # of memory there may be more the next time; the file is not to blame
+        # of memory there may be more the next time, and a package can be installed; the file is not to blame
+        except (Unreadable, UserError, MemoryError):
             raise
         except UnidentifiedImageError:
             raise Unreadable(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
         # Readers raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
         except Exception as error:
             _check_memory(error)
-            raise Unreadable(f"{type(error).__name__}: {_sentence(error)}") from None
+            raise Unreadable(_reason(error)) from None
 
     def _check(self, height: int, width: int) -> None:
         if width * height > self.max_pixels:
@@ -134,7 +145,11 @@ class Decoder:
 
     def _pillow(self, data: bytes, header: Header | None, reduction: int = 1) -> Pixels:
         """Transparency is dropped; of an animation the first frame is taken."""
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        try:
+            opened = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            return self._other_tiff(data)
+        with opened as image:
             self._check(image.height, image.width)
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
@@ -157,6 +172,21 @@ class Decoder:
         pixels = Decoder(self.max_pixels, 3, self.max_value)._bands(data, at_least=True)
         return pixels if self.num_channels == 3 else _to_grey(pixels).round().astype(np.uint8)
 
+    def _other_tiff(self, data: bytes) -> Pixels:
+        """A TIFF file of numbers that Pillow does not know, such as colors of 32 bits; gray or colors only."""
+        bands = tiff_bands(data)
+        if bands is None:
+            raise UnidentifiedImageError
+        if bands not in (1, 3):
+            raise Unreadable(
+                f"a TIFF file of {bands} bands where model.num_channels={self.num_channels}; "
+                f"set model.num_channels={bands} to read all of them"
+            )
+        pixels = replace(self, num_channels=bands)._bands(data, at_least=bands == 3)
+        if bands < self.num_channels:
+            return np.repeat(pixels, self.num_channels, axis=0)
+        return pixels if bands == self.num_channels else _to_grey(pixels).round().astype(np.uint8)
+
     def _deep_png(self, data: bytes) -> Pixels:
         """Colours of 16 bits, of which Pillow would keep the upper 8."""
         import torch
@@ -172,21 +202,23 @@ class Decoder:
 
     def _bands(self, data: bytes, at_least: bool = False) -> Pixels:
         """A TIFF file of any number of channels, first or last; `at_least`: more are there and left (transparency)."""
-        try:
-            import tifffile
-        except ModuleNotFoundError:
-            raise Unreadable("images of these channels need tifffile; run: pip install 'adclr[multiband]'") from None
-        with tifffile.TiffFile(io.BytesIO(data)) as file:
+        with _tifffile().TiffFile(io.BytesIO(data)) as file:
             series = file.series[0]
-            shape = tuple(int(n) for n in series.shape)
-            count = self.num_channels
+            shape, count = tuple(int(n) for n in series.shape), self.num_channels
+            if len(shape) == 2:
+                shape = (1, *shape)
             most = count + 1 if at_least else count
             channels = [axis for axis in (0, -1) if len(shape) == 3 and count <= shape[axis] <= most]
             if not channels:
                 raise Unreadable(f"an array of {shape} does not have model.num_channels={self.num_channels} channels")
             others = [n for axis, n in enumerate(shape) if axis != channels[0] % 3]
             self._check(*others)
-            array = np.moveaxis(series.asarray(), channels[0], 0)[:count]
+            try:
+                array = np.moveaxis(series.asarray().reshape(shape), channels[0], 0)[:count]
+            except ValueError as error:
+                if "imagecodecs" in str(error) and find_spec("imagecodecs") is None:
+                    raise UserError(_missing("imagecodecs", "imagecodecs")) from None
+                raise
             found = file.pages[0].tags.get(ORIENTATION)
         array = array if array.dtype == np.uint8 else to_bytes(array, self.max_value)
         return np.ascontiguousarray(_turn(array, 1 if found is None else int(found.value)))
@@ -197,8 +229,13 @@ def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]
 
     Without a `max_value`, white is the least of 255, 1023, 4095, 16383 and 65535 (8 to 16 bits) that the largest number
     of the image does not exceed, so that 12 bits in a file of 16 are not nearly black; fractions up to 1 have white 1.
+    Numbers that are not finite would be black without a word, or make the rest of the image so: it is refused.
     """
-    numbers = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    numbers = values.astype(np.float64)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        bad = finite.size - int(finite.sum())
+        raise Unreadable(f"{bad} of its {finite.size} numbers are NaN or infinite; replace them, for example by 0")
     top = float(numbers.max(initial=0.0))
     if max_value is None:
         fractions = np.issubdtype(values.dtype, np.floating) and top <= 1
@@ -224,7 +261,8 @@ def _check_sums(data: bytes) -> None:
             return
         needed = kind[0] & 0x20 == 0  # a capital letter, as in IHDR, PLTE, IDAT
         if needed and zlib.crc32(view[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
-            raise Unreadable(f"broken PNG: the checksum of its part {kind.decode('ascii', 'replace')} is wrong")
+            part = f"its part {kind.decode()}" if kind.isalpha() else "one of its parts"
+            raise Unreadable(f"broken PNG: the checksum of {part} is wrong")
         if kind == b"IEND":
             return
         place = end + 4
@@ -240,6 +278,41 @@ def _sentence(error: Exception) -> str:
     """The first line of a reader's message, without the place in its source that torchvision puts before it."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^.*\.(?:cpp|cc|h):\d+\W*", "", first)[:200]
+
+
+def _reason(error: Exception) -> str:
+    """What a reader says of a file, as a person would."""
+    text = _sentence(error)
+    if "truncat" in text.lower():
+        return "the file is cut off: it ends before its last pixel"
+    return f"it cannot be decoded ({text})" if text else "it cannot be decoded"
+
+
+def _tifffile() -> Any:
+    try:
+        import tifffile
+    except ModuleNotFoundError:
+        raise UserError(_missing("tifffile", "'adclr[multiband]'")) from None
+    return tifffile
+
+
+def _missing(package: str, install: str) -> str:
+    return f"some of the images are TIFF files that need {package}, which is not installed; pip install {install}"
+
+
+def tiff_bands(data: bytes) -> int | None:
+    """How many numbers each pixel of a TIFF file has, without transparency; None if it is none or broken."""
+    if not data.startswith(TIFF + BIG_TIFF):
+        return None
+    try:
+        tags, file = ImageFileDirectory_v2(data[: 16 if data.startswith(BIG_TIFF) else 8]), io.BytesIO(data)
+        file.seek(tags.next)
+        tags.load(file)
+        if not (WIDTH in tags and HEIGHT in tags and any(part in tags for part in PARTS)):
+            return None
+        return int(tags.get(SAMPLES, 1)) - sum(kind in ALPHA for kind in tags.get(EXTRA_SAMPLES, ()))
+    except Exception:  # of many kinds, where it is broken
+        return None
 
 
 def is_deep(image: Image.Image, data: bytes) -> bool:

@@ -57,7 +57,9 @@ def export(
             _sync(path)
         os.rename(temporary, place)
         sync(place.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):  # named as the user knows it, not by a folder that is removed
+            error.filename = str(error.filename or place).replace(str(temporary), str(place))
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in parents:
             with suppress(OSError):

@@ -25,8 +25,10 @@ from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
 from adclr.draws import Words
 from adclr.nvjpeg import Encoded, GpuDecoder
-from adclr.sources import Source, fail
+from adclr.sources import Source, fail, reason_of
 from adclr.threads import ASSEMBLERS, in_order
+
+SURVEY, SURVEY_SECONDS = 1000, 5.0  # images, and time, to find out how many are bad once too many are
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
 Plan = TypeVar("Plan")
@@ -59,6 +61,7 @@ class Feed:
         self.gpu_decoder = gpu_decoder
         self.store: Store | None = None  # what has been decoded once and for all
         self.unreadable: set[int] = set()
+        self._refusal = ""  # too many of them
         self._lock = Lock()
         self._reading: dict[int, int] = {}  # by thread
         self._gpu = torch.cuda.current_device() if pin else None
@@ -83,7 +86,7 @@ class Feed:
         try:
             return decode(self.source.read(index))
         except (Unreadable, OSError) as error:
-            self._list(index, str(error))
+            self._list(index, reason_of(error))
             return None
         except Exception as error:
             fail(error, self.source, index)
@@ -131,18 +134,48 @@ class Feed:
 
     def _list(self, index: int, reason: str) -> None:
         with self._lock:
+            if self._refusal:  # which another thread has found out
+                raise UserError(self._refusal)
             if index in self.unreadable:
                 return
-            lost = self.source.lost(index)
-            if lost is not None:  # its files are good, and would only be listed one after the other
-                raise UserError(f"{lost} has disappeared; bring it back and run the command again")
-            self.unreadable.add(index)
-            self.on_unreadable(self.source.paths[index], reason)
+            self._add(index, reason)
             if len(self.unreadable) > self.max_unreadable * len(self.source):
-                raise UserError(
-                    f"{len(self.unreadable)} of {len(self.source)} images cannot be read, the last one "
-                    f"{self.source.paths[index]} ({reason}); mend them or raise max_unreadable"
+                self._refusal = (
+                    f"{self._survey()} cannot be read, for example {self.source.paths[index]} ({reason}); "
+                    "mend them or raise max_unreadable"
                 )
+                raise UserError(self._refusal)
+
+    def _add(self, index: int, reason: str) -> None:
+        lost = self.source.lost(index)
+        if lost is not None:  # its files are good, and would only be listed one after the other
+            raise UserError(f"{lost} has disappeared; bring it back and run the command again")
+        self.unreadable.add(index)
+        self.on_unreadable(self.source.paths[index], reason)
+
+    def _survey(self) -> str:
+        """How many images are bad: of all if they are few, else at least, with those of a sample spread over them.
+
+        Without it the sentence would count what the first threads came upon: 1 of 5, where 4 are bad.
+        """
+        count, bad, tried = len(self.source), 0, 0
+        end = time.monotonic() + SURVEY_SECONDS
+        for index in np.unique(np.linspace(0, count - 1, min(count, SURVEY)).astype(int)).tolist():
+            if time.monotonic() > end:
+                break
+            tried += 1
+            if index not in self.unreadable:
+                try:
+                    self.decoder(self.source.read(index))
+                    continue
+                except (Unreadable, OSError) as error:
+                    self._add(index, reason_of(error))
+                except Exception as error:
+                    fail(error, self.source, index)
+            bad += 1
+        if tried == count:
+            return f"{bad} of {count} images"
+        return f"at least {len(self.unreadable)} of {count} images ({bad} of the {tried} that were tried)"
 
     def batches(
         self, order: Iterable[tuple[int, NDArray[np.int64]]], planner: Planner[Plan]

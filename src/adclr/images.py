@@ -27,7 +27,7 @@ from adclr.decode import Decoder, Pixels, Unreadable
 from adclr.devices import stream
 from adclr.memory import cpu_count
 from adclr.nvjpeg import Encoded, GpuDecoder
-from adclr.sources import Source, fail
+from adclr.sources import Source, fail, reason_of
 from adclr.threads import in_order
 
 RESIZE = 256 / 224  # the shorter side before the centre is cut, of the side that is cut
@@ -157,7 +157,7 @@ class Images:
             lost = self.source.lost(index)
             if lost is not None:
                 raise UserError(f"{lost} has disappeared; bring it back and run it again") from None
-            return str(error)
+            return reason_of(error)
         except Exception as error:
             fail(error, self.source, index)
 

@@ -30,8 +30,8 @@ class Labelled:
     classes: list[str]
 
 
-def open_labelled(path: str | Path) -> Labelled:
-    """A fifth of an unsplit folder, chosen by the keys of its images, is the val split."""
+def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
+    """A fifth of an unsplit folder, chosen by the keys of its images, is the val split; see `open_source`."""
     text = os.fspath(path)
     root, hub = Path(text), text.startswith("hf:")
     folder = text.removeprefix("hf:")
@@ -42,10 +42,11 @@ def open_labelled(path: str | Path) -> Labelled:
         train, val = open_set(kind, where)
     elif os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
         before = "hf:" if hub else ""
-        train, val = (open_source(before + os.path.join(folder, split)) for split in ("train", "val"))
+        splits = (before + os.path.join(folder, split) for split in ("train", "val"))
+        train, val = (open_source(split, allow_damaged=allow_damaged) for split in splits)
     else:
         _check_unsplit(root)
-        whole = open_source(text)
+        whole = open_source(text, allow_damaged=allow_damaged)
         held_out = mix(whole.keys) % np.uint64(5) == 0
         train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
     small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from adclr.settings import Settings
 from adclr.sources import Source
 
 INDEX = "index.npz"  # in a run: what was found when the collection was searched
+MOST_WARNINGS = 5  # damaged shards that are named one by one
 # What may differ when a run is resumed, because it does not say what is computed but how.
 FREE = (
     "recipe",
@@ -24,7 +26,10 @@ FREE = (
     "data.cache",
     "data.max_unreadable",
     "data.allow_changed",
+    "data.allow_damaged_shards",
     "train.device",
+    "train.compile",
+    "train.checkpoint_activations",
     "train.micro_batch_size",
     "train.shard",
     "train.max_void_steps",
@@ -91,7 +96,8 @@ def prepare(
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
-    source = open_source(settings.data.path, run.path / INDEX)
+    source = open_source(settings.data.path, run.path / INDEX, settings.data.allow_damaged_shards)
+    _warn_of_damage(source)
     reasons = told
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)
@@ -103,6 +109,17 @@ def prepare(
             raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
     check_batch(settings, len(source))
     return Launch(settings, source, run, reasons)
+
+
+def _warn_of_damage(source: Source) -> None:
+    """Says which shards are damaged where that is allowed; in the first process only."""
+    if source.listing is None or os.environ.get("RANK", "0") != "0":
+        return
+    damaged = [(path, problem) for path, problem in source.listing.problems.items() if path in source.listing.facts]
+    for shard, problem in damaged[:MOST_WARNINGS]:
+        print(f"shard {shard} is damaged: {problem}; these are used", file=sys.stderr)
+    if len(damaged) > MOST_WARNINGS:
+        print(f"and {len(damaged) - MOST_WARNINGS} more shards; adclr doctor lists them", file=sys.stderr)
 
 
 def adopted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,16 @@ class Listing:
     facts: Facts  # of each folder or shard, by its full path
     places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
     labels: list[str]  # one for each item, or none at all
+    problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, links that lead nowhere
 
     def current(self) -> bool:
         """Whether the collection is still what was indexed."""
         try:
-            return all(fact(path, bool(known[0])) == known for path, known in self.facts.items())
+            same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items())
         except OSError:
             return False
+        # the folder of a link does not change when the file that the link leads to comes back
+        return same and not any(path not in self.facts and os.path.exists(path) for path in self.problems)
 
     def save(self, path: Path) -> None:
         """To one .npz file, whole or not at all."""
@@ -40,6 +43,7 @@ class Listing:
             "labels": _text(self.labels),
             "facts": np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
             "places": self.places,
+            "problems": np.frombuffer(json.dumps(self.problems).encode(), np.uint8),
         }
         temporary = path.with_name(f".{path.name}.tmp")
         with open(temporary, "wb") as file:
@@ -55,7 +59,9 @@ def load(path: Path) -> Listing | None:
                 return None  # not ours, and of any size once it is unpacked
         with np.load(path, allow_pickle=False) as file:
             facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
-            found = Listing(_lines(file["names"]), facts, file["places"].astype(np.int64), _lines(file["labels"]))
+            problems = {str(k): str(v) for k, v in json.loads(file["problems"].tobytes()).items()}
+            places = file["places"].astype(np.int64)
+            found = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems)
     except Exception:  # whatever is wrong with it, the collection can be indexed again
         return None
     shape = (len(found.names), 3)

@@ -2,15 +2,17 @@
 
 On an H200 nvJPEG makes 19 000 images/s of baseline JPEGs of 500 pixels where 16 CPU threads make 6 500, but only 290 of
 progressive ones; so it gets the baseline ones and all others stay with `decode`. Its pixels differ from libjpeg's where
-colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise). That a file ends
-before its last pixel is something that only `decode` looks for.
+colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise).
+
+Of a file that ends before its last pixel it makes a picture that is gray from there on, without an error. So an image
+whose last pixel is of that gray is decoded by the CPU, which finds out whether the file is whole.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,13 +23,16 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.augment import Packed, pack
-from adclr.decode import Decoder, Pixels
+from adclr.decode import MISSING, Decoder, Pixels, Unreadable
 from adclr.devices import stream
 from adclr.jpeg import Header, read_header
 
 END = b"\xff\xd9"
 # A file whose end lies further from its last byte than this is given to the CPU, which says what is wrong with it.
 TRAILING = 64
+ROUNDING = 2  # of 255: how far the gray of missing data may be from libjpeg's; a few whole images more go to the CPU
+# Orientations of EXIF in which an image is turned upright by reversing its columns, its rows, or both.
+COLUMNS_FLIPPED, ROWS_FLIPPED = (2, 3, 6, 7), (3, 4, 7, 8)
 # With the decoder beside the cores: A100, H100 / H200, B200. Elsewhere nvJPEG would take the cores from the training.
 CAPABLE = ((8, 0), (9, 0), (10, 0))
 # Bytes are given to the decoder as a tensor without a copy, and it only reads them.
@@ -77,9 +82,29 @@ class GpuDecoder:
                     return None, failed
                 found = [image for one in singly if one for image in one]
             packed = self._together(items, found)
+            doubtful = gray_at_the_end(packed, items)
+            if doubtful:
+                places = [place for place, item in enumerate(items) if isinstance(item, Encoded)]
+                items, failed = self._by_cpu(items, doubtful)
+                if failed:
+                    return None, failed
+                certain = [image for place, image in zip(places, found, strict=True) if place not in doubtful]
+                packed = self._together(items, certain)
             if self.stream:
                 self.stream.synchronize()  # this thread waits, not the one that trains
         return packed, []
+
+    def _by_cpu(self, items: list[Pixels | Encoded], places: list[int]) -> tuple[list[Pixels | Encoded], list[int]]:
+        """The items with some of them decoded by the CPU, and the places of those that it refuses."""
+        items, failed = list(items), []
+        for place in places:
+            item = items[place]
+            assert isinstance(item, Encoded)
+            try:
+                items[place] = self.decoder(item.data)
+            except Unreadable:  # whoever asks for the batch asks the CPU again and lists the reason
+                failed.append(place)
+        return items, failed
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -122,6 +147,22 @@ class GpuDecoder:
         return [_turn(image, item.header.orientation) for image, item in zip(images, encoded, strict=True)]
 
 
+def gray_at_the_end(packed: Packed, items: Sequence[Pixels | Encoded]) -> list[int]:
+    """The places of encoded images whose last pixel, as stored, is of the gray that stands for missing data.
+
+    All last pixels are gathered at once: one small copy to the device and one back for a whole batch.
+    """
+    turns = [item.header.orientation if isinstance(item, Encoded) else 1 for item in items]
+    rows, columns = packed.sizes[:, 0], packed.sizes[:, 1]
+    down = np.where(np.isin(turns, ROWS_FLIPPED), 0, rows - 1)
+    across = np.where(np.isin(turns, COLUMNS_FLIPPED), 0, columns - 1)
+    first = packed.offsets + down * columns + across
+    indices = first[:, None] + np.arange(packed.num_channels) * (rows * columns)[:, None]
+    pixels = packed.bytes[torch.from_numpy(indices).to(packed.bytes.device)].cpu().numpy()
+    gray = np.abs(pixels.astype(np.int64) - MISSING).max(axis=1) <= ROUNDING
+    return [place for place, item in enumerate(items) if gray[place] and isinstance(item, Encoded)]
+
+
 def _nvjpeg(data: list[bytes], device: torch.device) -> list[Tensor]:
     from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -145,8 +186,8 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
     """As `decode` turns an image upright."""
     if orientation in (5, 6, 7, 8):
         image = image.transpose(1, 2)
-    if orientation in (2, 3, 6, 7):
+    if orientation in COLUMNS_FLIPPED:
         image = image.flip(2)
-    if orientation in (3, 4, 7, 8):
+    if orientation in ROWS_FLIPPED:
         image = image.flip(1)
     return image

@@ -128,7 +128,8 @@ def _settle(
         )
     if gpu and settings.train.precision == "float32":
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
-    source = open_source(path, out / launch.INDEX if out is not None else None) if path else None
+    index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
+    source = open_source(path, index, allowed) if path else None
     if named is not None:
         return settings, source, adopted
     memory = int(gpu.gib * GIB) if gpu else auto.gpu_bytes(settings.train.device)

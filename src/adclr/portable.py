@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -114,8 +115,13 @@ def write(vit: VisionTransformer, path: Path) -> None:
             verbose=False,
         )
         _forget_paths(program.model)
+        _name_sides(program.model)
         size = sum(parameter.numel() * 4 for parameter in vit.parameters())
-        program.save(path, external_data=size > ONE_FILE)
+        try:
+            program.save(path, external_data=size > ONE_FILE)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # which write(2) does not say
+            raise
 
 
 def _forget_paths(model: Any) -> None:
@@ -125,6 +131,23 @@ def _forget_paths(model: Any) -> None:
         graph.metadata_props.clear()
         for value in (*graph, *graph.inputs, *graph.outputs, *graph.initializers.values()):
             value.metadata_props.clear()
+
+
+def _name_sides(model: Any) -> None:
+    """Names the sides that are open until it runs: the exporter calls them s18 and 8*rows.
+
+    Rows and columns are those of patches, which the first convolution makes.
+    """
+    (images,), (_, patches) = model.graph.inputs, model.graph.outputs
+    grid = next(node for node in model.graph if node.op_type == "Conv").outputs[0].shape[2:]
+    names = {str(side.value): name for side, name in zip(grid, ("rows", "columns"), strict=True)}
+    for graph in model.graphs():
+        for value in (*graph.inputs, *graph.outputs, *(out for node in graph for out in node.outputs)):
+            for place, side in enumerate(value.shape or ()):
+                if not isinstance(side, int) and side.value is not None:
+                    value.shape[place] = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), side.value)
+    images.shape[2], images.shape[3] = "height", "width"
+    patches.shape[1] = "patches"
 
 
 @contextlib.contextmanager

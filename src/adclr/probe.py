@@ -45,7 +45,8 @@ def open_images(settings: Settings) -> Images | None:
     if segmented is not None:
         check(segmented, settings.data.num_workers or None, show=distributed.local_rank() == 0)
     source = open_source(held_out) if held_out else None
-    return Images(open_labelled(labelled) if labelled else None, source, segmented)
+    allowed = settings.data.allow_damaged_shards and not settings.probe.data  # which says it of the images to train on
+    return Images(open_labelled(labelled, allowed) if labelled else None, source, segmented)
 
 
 class Probe:

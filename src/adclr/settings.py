@@ -49,6 +49,9 @@ class Data(Section):
     mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
     std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="deviation of each channel, of 1")
     allow_changed: bool = Field(False, description="resume although the collection is not what it was")
+    allow_damaged_shards: bool = Field(
+        False, description="train on what can be read of .tar shards that are cut off; otherwise they are refused"
+    )
 
 
 class Views(Section):

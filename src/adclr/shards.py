@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,14 @@ class TarShards(Items):
     A label is the text of the .cls file beside an image (as WebDataset has it), else the first folder of its name.
     """
 
-    def __init__(self, root: str | Path, shards: Sequence[str], listing: Listing | None = None) -> None:
+    def __init__(
+        self, root: str | Path, shards: Sequence[str], listing: Listing | None = None, allow_damaged: bool = False
+    ) -> None:
         shards = list(dict.fromkeys(str(shard) for shard in shards))  # patterns may name one twice
         if listing is None or list(listing.facts) != shards:
             listing = index_shards(shards)
+        if listing.problems and not allow_damaged:
+            raise UserError(_refusal(listing))
         super().__init__(Path(root), listing.names, listing)
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
 
@@ -56,41 +61,104 @@ class TarShards(Items):
 
 
 def index_shards(shards: Sequence[str]) -> Listing:
+    """Finds the images of all shards; a damaged shard is named under `problems`, its readable images are listed."""
     names: list[str] = []
     places: list[tuple[int, int, int]] = []
     labels: dict[str, str] = {}
     facts: Facts = {}
-    titles = _titles(shards)
+    problems: dict[str, str] = {}
     with Tally("indexing", "images") as tally:
-        for number, shard in enumerate(shards):
-            before = len(names)
+        for number, (shard, title) in enumerate(zip(shards, _titles(shards), strict=True)):
             try:
-                facts[str(shard)] = fact(shard, True)
-                with tarfile.open(shard, "r:") as archive:
-                    for member in archive:
-                        base = member.name.rpartition("/")[2]
-                        if not member.isreg() or member.issparse() or base.startswith("."):
-                            continue
-                        name = f"{titles[number]}/{member.name}"
-                        if base.lower().endswith(SUFFIXES):
-                            names.append(name)
-                            places.append((number, member.offset_data, member.size))
-                        elif base.endswith(".cls") and member.size <= LONGEST_LABEL:
-                            file = archive.extractfile(member)
-                            assert file is not None  # of a regular member it is not
-                            labels[_stem(name)] = file.read().decode("utf-8", "replace").strip()
-                        archive.members = []  # type: ignore[attr-defined]  # else a record of every member is kept
-            except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:  # a header can hold anything
+                facts[shard] = fact(shard, True)
+                members = _read_members(shard, title)
+            except tarfile.TarError as error:
                 raise UserError(
                     f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or mend it"
                 ) from None
             except OSError as error:
                 raise UserError(f"shard {shard} cannot be read ({error.strerror}); check the path") from None
-            tally.add(len(names) - before)
+            names += [name for name, _, _ in members.images]
+            places += [(number, offset, size) for _, offset, size in members.images]
+            labels |= members.labels
+            if members.problem:
+                problems[shard] = members.problem
+            tally.add(len(members.images))
     if not names:
         raise UserError(f"the shards ({shards[0]}, ...) hold no image; these count: {' '.join(SUFFIXES)}")
-    told = [labels.get(_stem(name), "") for name in names] if labels else []
-    return Listing(names, facts, np.array(places, np.int64).reshape(-1, 3), told)
+    labels_in_order = [labels.get(_stem(name), "") for name in names] if labels else []
+    return Listing(names, facts, np.array(places, np.int64).reshape(-1, 3), labels_in_order, problems)
+
+
+@dataclass
+class _Members:
+    """What one shard holds."""
+
+    images: list[tuple[str, int, int]] = field(default_factory=list)  # name, offset, bytes
+    labels: dict[str, str] = field(default_factory=dict)  # by stem
+    problem: str = ""  # what is wrong with the shard; empty: nothing
+
+
+def _read_members(shard: str, title: str) -> _Members:
+    """Reads the headers of a shard; raises `tarfile.TarError` where there is not even a first one."""
+    members = _Members()
+    last, count, size = "", 0, os.path.getsize(shard)
+    with tarfile.open(shard, "r:") as archive:
+        try:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # else a record of every member is kept
+                stored = member.isreg() and not member.issparse()
+                if stored and member.offset_data + member.size > size:
+                    members.problem = f"it is cut off inside {member.name}"
+                    break
+                last, count = member.name, count + 1
+                base = member.name.rpartition("/")[2]
+                if not stored or base.startswith("."):
+                    continue
+                name = f"{title}/{member.name}"
+                if base.lower().endswith(SUFFIXES):
+                    members.images.append((name, member.offset_data, member.size))
+                elif base.endswith(".cls") and member.size <= LONGEST_LABEL:
+                    file = archive.extractfile(member)
+                    assert file is not None  # of a regular member it is not
+                    members.labels[_stem(name)] = file.read().decode("utf-8", "replace").strip()
+            else:
+                members.problem = _end_problem(archive, size)
+        except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:  # a header can hold anything
+            members.problem = _end_problem(archive, size) or f"its header at byte {archive.offset} is broken ({error})"
+    if members.problem and not count:
+        raise tarfile.ReadError(members.problem)
+    if members.problem:
+        members.problem += f" after {count} readable members, the last of which is {last}"
+    return members
+
+
+def _end_problem(archive: tarfile.TarFile, size: int) -> str:
+    """What is wrong with the end of a shard, at which `tarfile` stops without a word; empty: nothing.
+
+    An archive ends with two blocks of 512 zero bytes, filled up to 10240: so do those of GNU tar, Python's tarfile and
+    WebDataset's TarWriter, also where the last member fills a record exactly. A single zero block, or a part of one, is
+    taken for the end too (GNU tar only warns of it), since no member's header begins with zeros.
+    """
+    assert archive.fileobj is not None  # it is open
+    archive.fileobj.seek(archive.offset)
+    block = archive.fileobj.read(tarfile.BLOCKSIZE)
+    if not block:
+        return f"it ends at byte {size} without end-of-archive blocks"
+    if not block.strip(b"\0"):
+        return ""
+    if len(block) < tarfile.BLOCKSIZE:
+        return f"it is cut off inside a header, at byte {size},"
+    return f"there is no member's header at byte {archive.offset}"
+
+
+def _refusal(listing: Listing) -> str:
+    shard, problem = next(iter(listing.problems.items()))
+    several = f"{len(listing.problems)} of {len(listing.facts)} shards are damaged, the first one is {shard}"
+    subject = f"shard {shard} is damaged" if len(listing.problems) == 1 else several
+    return (
+        f"{subject}: {problem}; write it again, or set data.allow_damaged_shards=true to pretrain on what can be read"
+    )
 
 
 def _titles(shards: Sequence[str]) -> list[str]:

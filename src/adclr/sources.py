@@ -84,6 +84,9 @@ class ImageFolder(Items):
     def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
         root = Path(root)
         listing = listing or index_folder(root)
+        if not listing.names and listing.problems:
+            link, problem = next(iter(listing.problems.items()))
+            raise UserError(f"folder {root} holds no image that is there: {link} is {problem}; restore it")
         if not listing.names:
             raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
         super().__init__(root, listing.names, listing)
@@ -165,6 +168,13 @@ def read_file(path: str) -> bytes:
         os.close(file)
 
 
+def reason_of(error: Exception) -> str:
+    """Why an item cannot be read, without the number and the path that Python puts beside the system's words."""
+    if isinstance(error, FileNotFoundError):
+        return "the file does not exist"
+    return str(getattr(error, "strerror", None) or error)
+
+
 def fail(error: Exception, source: Source, index: int) -> NoReturn:
     """Passes on what came up in reading an item and is not the item's fault, with its name."""
     name = f"{source.paths[index]} of {source.root}"
@@ -203,6 +213,7 @@ def index_folder(root: Path) -> Listing:
     found: list[str] = []
     links: dict[str, str] = {}  # files that links lead to, and the first name of each
     facts: Facts = {}
+    problems: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
     waiting = [""]
     with Tally("indexing", "images") as tally:
@@ -227,6 +238,9 @@ def index_folder(root: Path) -> Listing:
                             links[file] = min(path, links.get(file, path))
                         elif kind == "file":
                             found.append(path)
+                        elif kind == "dangling":
+                            there = os.path.abspath(entry.path)
+                            problems[there] = f"a link to {os.readlink(there)}, which is not there"
                         if len(found) - tally.count >= TOLD:
                             tally.add(len(found) - tally.count)
             except PermissionError:
@@ -235,10 +249,10 @@ def index_folder(root: Path) -> Listing:
     if links:
         own = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in found}
         found += [path for file, path in links.items() if file not in own]
-    return Listing(sorted(found), facts, NO_PLACES, [])
+    return Listing(sorted(found), facts, NO_PLACES, [], problems)
 
 
-def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link"] | None:
+def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:
     """What an entry of a folder is to a search for images; None for nothing."""
     if entry.name.startswith("."):
         return None
@@ -247,9 +261,9 @@ def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link"] | None:
             return "folder"
         if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
             return "link" if entry.is_symlink() else "file"
-    except OSError:  # a link that leads nowhere, for one to itself
-        return None
-    return None
+    except OSError:  # a link to itself, or into a folder that may not be read
+        pass
+    return "dangling" if entry.is_symlink() and not os.path.exists(entry.path) else None
 
 
 @lru_cache(maxsize=2**16)

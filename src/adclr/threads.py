@@ -150,4 +150,4 @@ def _trouble(error: Exception, reading: str) -> str:
 def _remedy(error: Exception, reading: str) -> str:
     if isinstance(error, Stuck):
         return f"{_trouble(error, reading)}, twice; see to the disk or network it lies on, or remove it"
-    return f"{_trouble(error, reading)}, twice; lower data.num_workers or data.max_side"
+    return f"{_trouble(error, reading)}, twice; lower data.num_workers, or start another run with less data.max_side"

@@ -15,6 +15,7 @@ from threading import Event
 import numpy as np
 
 from adclr import pictures
+from adclr.config import UserError
 from adclr.decode import Unreadable
 from adclr.explorer.library import GIB, Library
 from adclr.looking import Grid, Seen
@@ -109,7 +110,7 @@ class Gallery:
             data = self.source.read(index)
             decoders = [library.weights.decoder for library in self.libraries]
             pixels = {decoder: decoder(data) for decoder in dict.fromkeys(decoders)}
-        except (Unreadable, OSError) as error:
+        except (Unreadable, UserError, OSError) as error:  # of the user: a package that is missing
             self.skipped[name] = str(error)
             return None
         own = [pixels[decoder] for decoder in decoders]
