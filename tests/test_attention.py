@@ -21,9 +21,10 @@ VARIANTS = {  # forward, backward
     "rows": (Config("forward", 16, 64, 4, 1), Config("rows", 32, 0, 4, 1)),
     "two": (Config("forward", 32, 32, 4, 1), Config("two", 32, 16, 4, 1)),
 }
-FEW = [Group(2, 5, 5), Group(1, 21, 17), Group(1, 37, 37)]
+FEW = [Group(2, 5, 5), Group(1, 21, 17), Group(1, 37, 37), Group(2, 21, 17, 1)]
 # at, before and behind the edges of tiles of 16, 32 and 64
 EDGES = [Group(1, 16, 16), Group(1, 17, 16), Group(1, 32, 32), Group(1, 33, 33), Group(1, 65, 64), Group(1, 70, 66)]
+EDGES += [Group(1, 17, 16, 15), Group(1, 36, 33, 5), Group(1, 70, 65, 1), Group(1, 16, 16, 3)]
 
 
 def qkv_of(groups: list[Group], heads: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -49,6 +50,7 @@ def formula(qkv: Tensor, groups: list[Group], heads: int) -> Tensor:
             reads = []
             for head in range(heads):
                 scores = q[:, head] @ k[: group.image, head].T / width**0.5
+                scores[group.image :, : group.hidden] = -torch.inf
                 weights = scores.exp() / scores.exp().sum(1, keepdim=True)
                 reads.append(weights @ v[: group.image, head])
             outs.append(torch.cat(reads, dim=1))

@@ -19,6 +19,7 @@ from adclr import gpu_code
 DTYPES = (torch.bfloat16, torch.float16)  # float32, which has no tensor cores of full precision, is PyTorch's
 WIDTHS = (16, 32, 64, 128)  # of a head
 MOST = 272  # tokens that answer; where there are more, flash attention is at home
+MOST_HIDDEN = 15  # the first tile of keys, 16 at least, must hold one that answers
 ROOM = 200_000  # bytes on chip, for the tiles: H100, H200 and B200 have 228 kB, GPUs for consumers 100 kB
 
 
@@ -26,6 +27,7 @@ class Group(NamedTuple):
     sequences: int
     tokens: int  # of each sequence, all of which ask
     image: int  # how many of them, the first, answer
+    hidden: int = 0  # how many of these, the first, do not answer the tokens behind the image's
 
 
 def attend(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
@@ -42,7 +44,7 @@ def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
         and qkv.device.type == "cuda"
         and qkv.dtype in DTYPES
         and qkv.shape[1] // 3 // num_heads in WIDTHS
-        and all(group.image <= MOST for group in groups)
+        and all(group.image <= MOST and group.hidden <= MOST_HIDDEN for group in groups)
         and _has_room(qkv.device.index)
     )
 
@@ -56,10 +58,15 @@ def plain(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
     """Each group on its own, as PyTorch does it."""
     dim = qkv.shape[1] // 3
     outs, row = [], 0
-    for sequences, tokens, image in groups:
+    for sequences, tokens, image, hidden in groups:
         part = qkv[row : row + sequences * tokens].view(sequences, tokens, 3, num_heads, dim // num_heads)
         q, k, v = part.permute(2, 0, 3, 1, 4)
-        read = F.scaled_dot_product_attention(q, k[:, :, :image], v[:, :, :image])
+        if hidden and tokens > image:
+            of_image = F.scaled_dot_product_attention(q[:, :, :image], k[:, :, :image], v[:, :, :image])
+            keys, values = k[:, :, hidden:image], v[:, :, hidden:image]
+            read = torch.cat([of_image, F.scaled_dot_product_attention(q[:, :, image:], keys, values)], dim=2)
+        else:
+            read = F.scaled_dot_product_attention(q, k[:, :, :image], v[:, :, :image])
         outs.append(read.transpose(1, 2).reshape(sequences * tokens, dim))
         row += sequences * tokens
     return torch.cat(outs)
@@ -68,7 +75,7 @@ def plain(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
 def fused(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
     """By the kernels, whatever `fits` says."""
     rows = sum(group.sequences * group.tokens for group in groups)
-    if qkv.shape[0] != rows or any(not 0 < group.image <= group.tokens for group in groups):
+    if qkv.shape[0] != rows or any(not group.hidden < group.image <= group.tokens for group in groups):
         raise ValueError(f"{qkv.shape[0]} tokens are not {[tuple(group) for group in groups]}")
     flat = [number for group in groups for number in group]
     keep = torch.is_grad_enabled() and qkv.requires_grad  # a teacher keeps nothing
@@ -81,7 +88,8 @@ def fused(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
 
 def _groups(flat: Sequence[int]) -> list[Group]:
     """An operation takes lists of numbers, not of groups."""
-    return [Group(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+    size = len(Group._fields)
+    return [Group(*flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 @torch.library.custom_op("adclr::attend", mutates_args=())
@@ -172,6 +180,7 @@ class Work(NamedTuple):
     sequences: int
     tokens: int
     image: int
+    hidden: int
     size: str
     rows: slice
     kept: slice
@@ -180,11 +189,12 @@ class Work(NamedTuple):
 def plan(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Work]:
     row = kept = 0
     work = []
-    for sequences, tokens, image in groups:
+    for sequences, tokens, image, hidden in groups:
         size = size_class(tokens, image, qkv.shape[1] // 3 // heads, qkv.dtype)
         end = row + sequences * tokens
         keep = 0 if BACKWARD[size].variant == "whole" else sequences * tokens * heads
-        work.append(Work(sequences, tokens, image, size, slice(row, end), slice(kept, kept + keep)))
+        hidden = hidden if tokens > image else 0
+        work.append(Work(sequences, tokens, image, hidden, size, slice(row, end), slice(kept, kept + keep)))
         row, kept = end, kept + keep
     return [part for part in work if part.sequences]
 
@@ -201,7 +211,8 @@ def tile_of(count: int, most: int = 2**16) -> int:
 
 def _constants(part: Work, heads: int, width: int, config: Config) -> dict[str, Any]:
     scale = width**-0.5 * math.log2(math.e)
-    sizes = {"TOKENS": part.tokens, "IMAGE": part.image, "HEADS": heads, "WIDTH": width, "SCALE": scale}
+    sizes = {"TOKENS": part.tokens, "IMAGE": part.image, "HIDDEN": part.hidden}
+    sizes |= {"HEADS": heads, "WIDTH": width, "SCALE": scale}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return sizes | options | ({"maxnreg": config.registers} if config.registers else {})
 

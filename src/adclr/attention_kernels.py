@@ -46,6 +46,15 @@ def _add(a, b, sums):
 
 
 @triton.jit
+def _answers(row, key, IMAGE: tl.constexpr, HIDDEN: tl.constexpr):
+    """Rows × keys: whether the key answers the row."""
+    answers = (key < IMAGE)[None, :]
+    if HIDDEN > 0:
+        answers = answers & ((row < IMAGE)[:, None] | (key >= HIDDEN)[None, :])
+    return answers
+
+
+@triton.jit
 def _silence(at, TOKENS: tl.constexpr, IMAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """No gradient for the keys and values of the tokens that do not answer."""
     if IMAGE < TOKENS:
@@ -61,17 +70,17 @@ def _silence(at, TOKENS: tl.constexpr, IMAGE: tl.constexpr, DIM: tl.constexpr, W
 
 @triton.jit
 def _read(
-    q, at, start, top, total, sums,
-    IMAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, KEYS: tl.constexpr,
-    PARTLY: tl.constexpr,
+    q, at, row, start, top, total, sums,
+    IMAGE: tl.constexpr, HIDDEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    KEYS: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
     """Rows read some keys: the largest score so far, the sum of the weights, and the weighted values."""
     key = start + tl.arange(0, KEYS)
     k = _tile(at + DIM, key, IMAGE, 3 * DIM, WIDTH)
     v = _tile(at + 2 * DIM, key, IMAGE, 3 * DIM, WIDTH)
     s = _dot(q, tl.trans(k))
-    if PARTLY:
-        s = tl.where((key < IMAGE)[None, :], s, float("-inf"))
+    if PARTLY or HIDDEN > 0:
+        s = tl.where(_answers(row, key, IMAGE, HIDDEN), s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1) * SCALE)
     p = tl.exp2(s * SCALE - higher[:, None])
     fade = tl.exp2(top - higher)
@@ -81,7 +90,8 @@ def _read(
 @triton.jit
 def _forward(
     qkv, out, lse,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HIDDEN: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
     PER: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -99,8 +109,10 @@ def _forward(
         sums = tl.zeros((ROWS, WIDTH), tl.float32)
         if FULL > 0:
             for start in tl.range(0, FULL, KEYS):
-                top, total, sums = _read(q, at, start, top, total, sums, IMAGE, DIM, WIDTH, SCALE, KEYS, False)
-        top, total, sums = _read(q, at, FULL, top, total, sums, IMAGE, DIM, WIDTH, SCALE, LAST, True)
+                top, total, sums = _read(
+                    q, at, row, start, top, total, sums, IMAGE, HIDDEN, DIM, WIDTH, SCALE, KEYS, False
+                )
+        top, total, sums = _read(q, at, row, FULL, top, total, sums, IMAGE, HIDDEN, DIM, WIDTH, SCALE, LAST, True)
         _put(out + sequence * (TOKENS * DIM) + head * WIDTH, row, TOKENS, sums / total[:, None], DIM, WIDTH)
         if KEEP:
             tl.store(lse + (sequence * HEADS + head) * TOKENS + row, top + tl.log2(total), mask=row < TOKENS)
@@ -112,7 +124,8 @@ def _forward(
 @triton.jit
 def _whole(
     grad, qkv, dqkv,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HIDDEN: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
     SLOPE: tl.constexpr, TILE: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = HEADS * WIDTH
@@ -126,7 +139,7 @@ def _whole(
         k = _tile(at + DIM, row, IMAGE, 3 * DIM, WIDTH)
         v = _tile(at + 2 * DIM, row, IMAGE, 3 * DIM, WIDTH)
         do = _tile(grad + sequence * (TOKENS * DIM) + head * WIDTH, row, TOKENS, DIM, WIDTH)
-        s = tl.where((row < IMAGE)[None, :], _dot(q, tl.trans(k)), float("-inf"))
+        s = tl.where(_answers(row, row, IMAGE, HIDDEN), _dot(q, tl.trans(k)), float("-inf"))
         p = tl.exp2(s * SCALE - (tl.max(s, 1) * SCALE)[:, None])
         p = p / tl.sum(p, 1)[:, None]
         dp = _dot(do, tl.trans(v))
@@ -151,8 +164,8 @@ def _asking(at, grad, out, lse, row, TOKENS: tl.constexpr, DIM: tl.constexpr, WI
 @triton.jit
 def _asked(
     at, back, grad, out, lse, key,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    SLOPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HIDDEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS keys, over all rows; dq too, where these are all the keys."""
     k = _tile(at + DIM, key, IMAGE, 3 * DIM, WIDTH)
@@ -164,7 +177,11 @@ def _asked(
         q, do, sums, delta = _asking(at, grad, out, lse, row, TOKENS, DIM, WIDTH)
         # keys × rows, so that weights and gradients of scores can stay in registers as the left side of a product
         s = _dot(k, tl.trans(q)) * SCALE - sums[None, :]
-        p = tl.exp2(tl.where((key < IMAGE)[:, None], s, float("-inf")))
+        if HIDDEN > 0:
+            answers = (key < IMAGE)[:, None] & ((row < IMAGE)[None, :] | (key >= HIDDEN)[:, None])
+        else:
+            answers = (key < IMAGE)[:, None]
+        p = tl.exp2(tl.where(answers, s, float("-inf")))
         dv = _add(p.to(q.dtype), do, dv)
         ds = (p * (_dot(v, tl.trans(do)) - delta[None, :])).to(q.dtype)
         dk = _add(ds, q, dk)
@@ -177,7 +194,8 @@ def _asked(
 @triton.jit
 def _rows(
     grad, qkv, out, lse, dqkv,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HIDDEN: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
     SLOPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = HEADS * WIDTH
@@ -188,14 +206,15 @@ def _rows(
     out += sequence * (TOKENS * DIM) + head * WIDTH
     lse += (sequence * HEADS + head) * TOKENS
     key = tl.arange(0, KEYS)
-    _asked(at, back, grad, out, lse, key, TOKENS, IMAGE, DIM, WIDTH, SCALE, SLOPE, ROWS, KEYS, True)
+    _asked(at, back, grad, out, lse, key, TOKENS, IMAGE, HIDDEN, DIM, WIDTH, SCALE, SLOPE, ROWS, KEYS, True)
     _silence(back, TOKENS, IMAGE, DIM, WIDTH)
 
 
 @triton.jit
 def _two(
     grad, qkv, out, lse, dqkv,
-    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    TOKENS: tl.constexpr, IMAGE: tl.constexpr, HIDDEN: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
     SLOPE: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, ASKED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Of the BLOCKS programs of a sequence and head the first ASKED have keys and the others rows."""
@@ -209,7 +228,7 @@ def _two(
     lse += (sequence * HEADS + head) * TOKENS
     if block < ASKED:
         key = block * OWN + tl.arange(0, OWN)
-        _asked(at, back, grad, out, lse, key, TOKENS, IMAGE, DIM, WIDTH, SCALE, SLOPE, OTHERS, OWN, False)
+        _asked(at, back, grad, out, lse, key, TOKENS, IMAGE, HIDDEN, DIM, WIDTH, SCALE, SLOPE, OTHERS, OWN, False)
         if block == 0:
             _silence(back, TOKENS, IMAGE, DIM, WIDTH)
     else:
@@ -221,7 +240,7 @@ def _two(
             k = _tile(at + DIM, key, IMAGE, 3 * DIM, WIDTH)
             v = _tile(at + 2 * DIM, key, IMAGE, 3 * DIM, WIDTH)
             s = _dot(q, tl.trans(k)) * SCALE - sums[:, None]
-            p = tl.exp2(tl.where((key < IMAGE)[None, :], s, float("-inf")))
+            p = tl.exp2(tl.where(_answers(row, key, IMAGE, HIDDEN), s, float("-inf")))
             ds = p * (_dot(do, tl.trans(v)) - delta[:, None])
             dq = _add(ds.to(k.dtype), k, dq)
         _put(back, row, TOKENS, dq * SLOPE, 3 * DIM, WIDTH)

@@ -74,9 +74,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, groups: Sequence[Group]) -> Tensor:
         """M×D -> M×D, heads side by side, before `proj`."""
         qkv = self.qkv(x)
-        if self.query_keys in ("image", "all"):
-            if self.query_keys == "all":
-                groups = [group._replace(image=group.tokens) for group in groups]
+        if self.query_keys == "all":
+            groups = [group._replace(image=group.tokens) for group in groups]
+        elif self.query_keys == "patches":
+            groups = [group._replace(hidden=self.num_prefix) for group in groups]
+        if self.query_keys != "image_and_self":
             return attend(qkv, groups, self.num_heads)
         found = []
         for part, group in zip(by_group(qkv, groups), groups, strict=True):
