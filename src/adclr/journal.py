@@ -15,6 +15,7 @@ from adclr import distributed, health, loggers
 from adclr.ahead import Ahead
 from adclr.augment import Views
 from adclr.config import UserError
+from adclr.evals.wording import is_percent
 from adclr.meter import NAMES, Meter, Void
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
@@ -194,7 +195,7 @@ class Journal:
         if scores:
             self.write(step, dict(scores))
         for name, value in scores.items():
-            text = f"{value:.1f} %" if name.startswith("knn") else f"{value:.3g}"
+            text = f"{value:.1f} %" if is_percent(name) else f"{value:.3g}"
             self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {text}")
         warning = probe.warning(scores)
         if warning:
