@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adclr import distributed
 from adclr.evals.frames import Frames
+from adclr.pictures import spread
 from adclr.runs import write_atomically
 from adclr.segmented import IGNORE
 
@@ -25,11 +26,6 @@ def palette(count: int) -> NDArray[np.uint8]:
     """Colours that neighbours in number do not share: hues by the golden ratio, in three lightnesses."""
     made = [colorsys.hsv_to_rgb(n * 0.61803 % 1, 0.9 - 0.25 * (n % 3), 1.0 - 0.2 * (n // 3 % 3)) for n in range(count)]
     return (np.array(made) * 255).round().astype(np.uint8)
-
-
-def spread(count: int, wanted: int) -> set[int]:
-    """As many numbers below `count`, far from each other."""
-    return {int(n) for n in np.linspace(0, count - 1, min(count, wanted)).round()} if count and wanted else set()
 
 
 def painted(image: NDArray[np.uint8], labels: NDArray[np.int64], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
