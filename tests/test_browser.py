@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import http.server
 import re
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,137 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import explorer, launch, scenes, training
+from adclr import explorer
 from adclr.explorer.gallery import Gallery
 from adclr.explorer.library import Library
 from adclr.sources import ImageFolder
 from adclr.weights import load_weights
-from tiny import TINY
+from browsing import WAIT, after, drag, names, needs_chromium, pixels, until, visit
 
+pytest_plugins = ["browsing"]
 uvicorn = pytest.importorskip("uvicorn", reason="the extra explore is not installed")
 server = pytest.importorskip("adclr.explorer.server", reason="the extra explore is not installed")
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)"
-)
-WAIT = 30_000  # milliseconds
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny networks and twelve scenes, one of them not square, one with a name that is not meant for a page."""
-    folder = tmp_path_factory.mktemp("browser")
-    for index in range(12):
-        image = Image.fromarray(scenes.scene(0, index, 48).image)
-        name = {3: "wide.png", 5: "<img src=x onerror=alert(1)>.png"}.get(index, f"{index:02d}.png")
-        (folder / "photos").mkdir(exist_ok=True)
-        (image.crop((0, 8, 48, 40)) if index == 3 else image).save(folder / "photos" / name)
-    for number in range(2):
-        settings = TINY | {"train.epochs": 1, "train.seed": number, "views.global_size": 32}
-        training.run(launch.prepare(folder / "photos", folder / f"net{number}", None, settings))
-    (folder / "secret.txt").write_text("secret")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def serve(place: Path) -> Iterator[Callable[..., str]]:
-    """`serve(...)` starts the program and gives the address it prints."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "adclr",
-            "explore",
-            str(place / "net0"),
-            str(place / "photos"),
-            "--port",
-            "0",
-            *words,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        started.append(process)
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found
-        return found[0]
-
-    yield start
-    for process in started:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0  # the ordinary way to end it
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def one(serve: Callable[..., str]) -> str:
-    return serve()
-
-
-@pytest.fixture(scope="module")
-def two(serve: Callable[..., str], place: Path) -> str:
-    return serve("--against", str(place / "net1"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as found:
-        opened = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-def visit(browser: Any, address: str, width: int = 1280, finished: str = "true", **options: Any) -> Any:
-    """A page on which all images were read, or some; whatever goes wrong on it is an error."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-    page = context.new_page()
-    page.errors = []
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
-    page.on("dialog", lambda dialog: page.errors.append("a dialog"))
-    page.goto(address)
-    page.wait_for_selector(f"body[data-busy=false][data-finished={finished}]", timeout=WAIT)
-    return page
-
-
-def until(page: Any, expression: str) -> None:
-    """By asking again and again: the page's own rules forbid what Playwright's waiting would run in it."""
-    end = time.monotonic() + WAIT / 1000
-    while not page.evaluate(expression):
-        assert time.monotonic() < end, expression
-        page.wait_for_timeout(20)
-
-
-def after(page: Any, act: Callable[[], object], what: str = "shown") -> None:
-    """Waits until what an act has caused is on the page."""
-    before = page.evaluate(f"Number(document.body.dataset.{what} ?? 0)")
-    act()
-    until(page, f"Number(document.body.dataset.{what} ?? 0) > {before}")
-    page.wait_for_selector("body[data-busy=false]", timeout=WAIT)
-
-
-def pixels(page: Any, selector: str) -> str:
-    return str(page.eval_on_selector(selector, "canvas => canvas.toDataURL()"))
-
-
-def drag(page: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    box = page.locator("#image").bounding_box()
-    at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
-    page.mouse.move(*at[0])
-    page.mouse.down()
-    page.mouse.move(*at[1], steps=4)
-    page.mouse.up()
-
-
-def names(page: Any, column: int = 0) -> list[str]:
-    labels = page.locator("#results ol").nth(column).locator("button").evaluate_all("b => b.map(x => x.ariaLabel)")
-    return [re.sub(r"^\d+: (.*), [-\d.]+$", r"\1", label) for label in labels]
-
 
 VIEW, TILE = "#panels figure:nth-child(1) canvas", "#results li:nth-child(1) canvas"
 
@@ -407,15 +282,101 @@ def test_the_picture_can_be_saved(browser: Any, two: str, tmp_path: Path) -> Non
     assert page.errors == []
 
 
+@pytest.fixture(scope="module")
+def everywhere(serve: Callable[..., str]) -> str:
+    return serve("--host", "0.0.0.0")
+
+
 @needs_chromium
-def test_elsewhere_the_printed_address_lets_one_in(browser: Any, serve: Callable[..., str]) -> None:
-    address = serve("--host", "0.0.0.0").replace("0.0.0.0", "127.0.0.1")
-    assert "?token=" in address
-    page = visit(browser, address)
+def test_elsewhere_the_printed_address_lets_one_in(browser: Any, everywhere: str) -> None:
+    assert everywhere.startswith("http://localhost:")
+    assert "?token=" in everywhere
+    page = visit(browser, everywhere)
     assert "token" not in page.url
     assert len(names(page)) == 12
     stranger = browser.new_context().new_page()
-    assert stranger.goto(address.partition("?")[0]).status == 401
+    assert stranger.goto(everywhere.partition("?")[0]).status == 401
+
+
+@pytest.fixture
+def other_site(everywhere: str) -> Iterator[str]:
+    """A page with the token link: to a browser 127.0.0.1 and localhost are two sites."""
+
+    class Linking(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(f'<a href="{everywhere}#box=0.1,0.1,0.5,0.5">look</a>'.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Linking) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{site.server_address[1]}/"
+        site.shutdown()
+
+
+@needs_chromium
+def test_a_token_link_works_from_another_site_and_other_sites_get_nothing(
+    browser: Any, everywhere: str, other_site: str
+) -> None:
+    page = browser.new_context().new_page()
+    page.goto(other_site)
+    page.click("a")
+    page.wait_for_selector("body[data-busy=false][data-finished=true]", timeout=WAIT)
+    assert "token" not in page.url
+    assert "box=0.1,0.1,0.5,0.5" in page.url
+    page.goto(other_site)
+    answers: list[int] = []
+    page.on("response", lambda response: answers.append(response.status) if "api" in response.url else None)
+    state = everywhere.partition("?")[0] + "api/state"
+    page.evaluate("state => fetch(state, { mode: 'no-cors', credentials: 'include' })", state)
+    assert answers == [401]  # without the cookie
+    assert page.goto(state).status == 200  # there is one
+
+
+@needs_chromium
+def test_the_address_has_the_box_as_soon_as_a_drag_ends(browser: Any, one: str) -> None:
+    page = visit(browser, one)
+    page.route("**/api/query?*", lambda route: None)  # the server never answers
+    drag(page, (0.1, 0.2), (0.5, 0.75))
+    box = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('box')")
+    assert [float(edge) for edge in box.split(",")] == pytest.approx([0.1, 0.2, 0.5, 0.75], abs=0.01)
+    page.evaluate(
+        """() => {
+             const write = history.replaceState.bind(history);
+             history.replaceState = () => { history.replaceState = write; throw new Error("too many addresses"); };
+           }"""
+    )
+    drag(page, (0.3, 0.2), (0.6, 0.75))
+    until(page, "location.hash.includes('box=0.3,')")  # a second later, since browsers refuse too many at once
+    page.unroute_all(behavior="ignoreErrors")
+
+
+COLORFULNESS = """canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let sum = 0;
+  for (let i = 0; i < data.length; i += 4)
+    sum += Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]);
+  return sum / (data.length / 4);
+}"""
+
+
+@needs_chromium
+def test_a_map_without_a_peak_does_not_hide_its_image(browser: Any, one: str) -> None:
+    page = visit(browser, f"{one}#temperature=100")  # all patches get nearly the same attention
+    assert max(page.eval_on_selector(canvas, COLORFULNESS) for canvas in (TILE, VIEW)) < 25
+
+    def peaked(route: Any) -> None:
+        answer = route.fetch().json()
+        route.fulfill(json=answer | {"peaks": [2.0 for _ in answer["ids"]]})
+
+    page.route("**/api/query?*", peaked)
+    after(page, lambda: page.locator("#head").select_option("1"))
+    assert min(page.eval_on_selector(canvas, COLORFULNESS) for canvas in (TILE, VIEW)) > 60
+    assert page.errors == []
 
 
 def test_paths_that_lead_out_are_refused_as_they_are_written(one: str) -> None:

@@ -6,6 +6,7 @@ import base64
 import gc
 import io
 import os
+import socket
 import sys
 import time
 import weakref
@@ -260,12 +261,23 @@ def test_elsewhere_a_token_is_needed(photos: Path) -> None:
         entered = found.get("/?token=s3cret")
         assert entered.status_code == 303
         assert "httponly" in entered.headers["set-cookie"].lower()
-        assert "samesite=strict" in entered.headers["set-cookie"].lower()
+        assert "samesite=lax" in entered.headers["set-cookie"].lower()
         assert "token" not in entered.headers["location"]
         assert found.get("/").status_code == 200  # by the cookie
         found.cookies.clear()
         found.cookies.set(server.COOKIE, "wrong")
         assert found.get("/").status_code == 401
+
+
+def test_printed_addresses_can_be_opened() -> None:
+    for host, names in (("0.0.0.0", {"localhost"}), ("::", {"localhost"}), ("127.0.0.1", {"127.0.0.1"})):
+        with explorer._listen(host, 0) as listening:
+            found = explorer._names(host, listening)
+            assert names <= set(found)
+            assert not {"0.0.0.0", "[::]"} & set(found)
+            assert len(found) == (2 if names == {"localhost"} else 1)
+            for name in found:  # IPv4 reaches a socket on [::] too
+                socket.create_connection((name, listening.getsockname()[1]), timeout=10).close()
 
 
 def test_no_more_is_kept_than_there_is_room_for(photos: Path) -> None:

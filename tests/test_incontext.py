@@ -163,14 +163,17 @@ def test_what_another_process_could_not_read_is_counted_too(tmp_path: Path, monk
 
 def test_as_a_user_runs_it_in_one_process_and_in_two(tmp_path: Path) -> None:
     data, weights = segmented(tmp_path / "data", 5, 4, 32), saved(tmp_path / "weights")
-    settings = {"size": 32, "memory_size": 300, "k": 5}
+    settings = {"size": 32, "memory_size": 300, "k": 5, "pictures": 2}
     one = evaluated("incontext", 1, weights, data, tmp_path / "one.json", **settings)
     two = evaluated("incontext", 2, weights, data, tmp_path / "two.json", **settings)
     assert one["per_class"].keys() == two["per_class"].keys()
     for name in ("incontext_miou", "incontext_aacc", "num_memory", "num_val"):
         assert one[name] == pytest.approx(two[name], abs=0.05)
-    with Image.open(tmp_path / "one.png") as picture:
+    with Image.open(tmp_path / "one.png") as picture, Image.open(tmp_path / "two.png") as of_two:
         assert picture.width > 3 * 240
+        first, second = (np.asarray(one, np.float64) for one in (picture, of_two))
+        assert first.shape == second.shape  # as many images, from both processes' parts
+        assert np.abs(first - second).mean() < 2
 
 
 def test_as_a_probe_during_pretraining(images: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import adclr as package
 from adclr.config import UserError
 from adclr.evals import accuracy, features, knn
 from adclr.labelled import open_labelled
+from adclr.pictures import viridis
 from adclr.weights import Weights, create_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,6 +143,36 @@ def test_pictures_of_any_number_of_classes(tmp_path: Path) -> None:
         assert (image == image[-12, -12]).all(axis=-1).any()  # the last of the diagonal is as bright as the first
     many = accuracy.accuracies("x", torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 1, 1]), ["c"] * 2000)
     assert "confusion" not in many
+
+
+def test_the_picture_of_confusions_explains_itself(tmp_path: Path) -> None:
+    """Title, axis titles, a scale, and a number in each cell that is not empty."""
+    counts = np.array([[8, 2, 0], [0, 10, 0], [1, 0, 9]])
+    accuracy.draw(tmp_path / "x.png", counts, ["a", "b", "c"], "a title")
+    image = np.asarray(Image.open(tmp_path / "x.png"))
+
+    def of_share(share: float) -> np.ndarray:
+        return (image == viridis(np.array(share, np.float32))).all(axis=-1)
+
+    def inside(mask: np.ndarray) -> tuple[slice, slice]:
+        rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+        return slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+
+    rows, columns = inside(of_share(0.2))  # the second cell of the first row
+    side = columns.stop - columns.start
+    assert not of_share(0.2)[rows, columns].all()  # the number in it
+    assert of_share(0.0)[rows, columns.stop : columns.stop + side].all()  # the third is empty
+    ink = image.max(axis=-1) < 120
+    left, top, bottom = columns.start - side, rows.start, rows.start + 3 * side
+    assert ink[:34, :200].any()  # the title
+    assert ink[34:top, left : left + 3 * side].any(axis=1).sum() > 20  # names, and what they are names of
+    assert ink[top:bottom, 10:34].any()  # the other axis, turned
+    below = slice(bottom, image.shape[0])
+    assert of_share(0.0)[below].any()
+    assert of_share(1.0)[below].any()  # the scale
+    numbered = tmp_path / "many.png"
+    accuracy.draw(numbered, np.eye(200, dtype=np.int64), [f"class {n}" for n in range(200)])
+    assert (np.asarray(Image.open(numbered))[100:800, 30:60].max(axis=-1) < 120).any()  # numbers of classes
 
 
 @pytest.mark.parametrize("features", ["cls", "mean_patch", "both"])

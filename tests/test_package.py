@@ -44,6 +44,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    importlib.import_module("adclr.evals.knn")  # which imports many others
+    assert dir(adclr) == sorted(adclr.__all__)
+    assert all(getattr(adclr, name) is not None for name in dir(adclr))
+    assert adclr.evals.knn.HEADLINE_K == 20  # submodules are there all the same
+
+
 def metadata(wheel: Path) -> list[str]:
     """What the wheel needs, without its extras."""
     with zipfile.ZipFile(wheel) as archive:

@@ -111,7 +111,7 @@ def test_what_was_evaluated_beside_the_run_is_on_the_page(run: Path, adclr: Adcl
     assert done.returncode == 0, done.stderr
     assert str(run / "report.html") in done.stdout
     text = (run / "report.html").read_text()
-    assert "knn_top1 <b>43.25</b>" in text
+    assert "knn_top1 <b>43.25 %</b>" in text
     assert "flowers" in text
     assert text.count("<b>knn, from scratch</b>") == text.count("<b>knn</b>") == 1
     assert "broken" not in text

@@ -319,7 +319,12 @@ def test_the_control_is_the_same_vit_newly_made(backbone: Path) -> None:
 
 def test_scores_for_people_leave_each_class_to_the_file() -> None:
     lines = told({"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}).splitlines()
-    assert [line.split() for line in lines] == [["a_top1", "50"], ["b", "33.33"], ["best_lr", "0.0005"], ["why", "val"]]
+    assert [line.split() for line in lines] == [
+        ["a_top1", "50.00", "%"],
+        ["b", "33.33"],
+        ["best_lr", "0.0005"],
+        ["why", "val"],
+    ]
 
 
 def test_every_command_of_the_page_is_understood() -> None:

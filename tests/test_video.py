@@ -160,7 +160,11 @@ def test_moving_shapes_score_90_with_a_new_backbone(tmp_path: Path) -> None:
     assert found["video_j_and_f"] >= 90
     assert (found["num_clips"], found["num_objects"]) == (2, 3)
     assert set(found["per_clip"]) == {"clip0", "clip1"}
-    assert (tmp_path / "out.png").exists()
+    with Image.open(tmp_path / "out.png") as picture:
+        image, labels, predicted = (np.asarray(picture)[20:260, 6 + 326 * n :][:, :320].astype(int) for n in range(3))
+    for painted in (labels, predicted):
+        assert np.abs(painted - image)[:40, -40:].max() == 0  # the ground stays as it is
+        assert np.abs(painted - image).max() > 50  # the disc does not
     other = video.score(backbone(48, 2, 4, 96), clips, Settings(size=96, batch_size=1), CPU)
     assert other["video_j"] == pytest.approx(found["video_j"], abs=0.1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,17 +126,40 @@ def test_what_is_not_on_the_sheet_is_said(
 
     monkeypatch.setattr(pictures, "sheet", noted)
     draw("attention", coarse, images / "train", tmp_path, num_images=26)
-    assert "the first 24 of 26 images and heads 0 to 5 of 8" in capsys.readouterr().out
-    assert "the first 24 of 26 images and heads 0 to 5 of 8" in said["24x9"]
+    assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in capsys.readouterr().out
+    assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in said["24x9"]
     draw("pca", coarse, images / "train", tmp_path, num_images=26)
-    assert "the first 24 of 26 images;" in capsys.readouterr().out
+    assert "24 of 26 images, spread over them;" in capsys.readouterr().out
     assert "Red, green and blue" in said["6x8"]
-    assert "the first 24 of 26 images;" in said["6x8"]
+    assert "24 of 26 images, spread over them;" in said["6x8"]
     draw("match", coarse, images / "train", tmp_path, num_images=3)
     assert "This sheet" not in capsys.readouterr().out
     assert "the image that is named beside. A line joins" in said["2x3"]
     names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
     assert f"Left {names[0]}, right {names[-1]}." in said["1x3"]
+
+
+@pytest.mark.parametrize("name", list(DRAW))
+def test_sheets_have_images_from_the_whole_collection(
+    name: str, run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is that of names, which is often that of classes or of time."""
+    names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
+    shown: list[str] = []
+    sheet = pictures.sheet
+
+    def noted(cells: list[list[Cell]], *given: Any, **named: Any) -> Image.Image:
+        shown[:] = given[0] if given else [cell.title for row in cells for cell in row if cell.title]
+        return sheet(cells, *given, **named)
+
+    monkeypatch.setattr(pictures, "sheet", noted)
+    monkeypatch.setattr(visualize, "ON_SHEET", 4)
+    draw(name, run, images / "train", tmp_path, num_images=8, **({"across": 0} if name == "queries" else {}))
+    assert len(shown) == 4  # of the sheet, which is drawn last
+    assert shown[-1] == names[-1]
+    gaps = np.diff([names.index(one) for one in shown])
+    assert gaps.min() > 5  # of 32
+    assert gaps.max() < 16
 
 
 def test_background_can_be_left_out(run: Path, photos: Path, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names: submodules that were imported meanwhile are no part of the interface."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'adclr' has no attribute {name!r}")

@@ -139,11 +139,14 @@ def _distance(method: ADCLR) -> Tensor:
     return (sums[0] / sums[1].clamp(min=1e-30)).sqrt()
 
 
-def diagnose(rows: Sequence[Measures]) -> Finding | None:
-    """What is wrong after some measures, the first of them of the untrained teacher; None if nothing is."""
-    if len(rows) <= IN_A_ROW:
+def diagnose(rows: Sequence[Measures], in_a_row: int = IN_A_ROW) -> Finding | None:
+    """What is wrong after some measures, the first of them of the untrained teacher; None if nothing is.
+
+    The last `in_a_row` measures must agree.
+    """
+    if len(rows) <= in_a_row:
         return None
-    first, last = rows[0], rows[-IN_A_ROW:]
+    first, last = rows[0], rows[-in_a_row:]
 
     def all_below(name: str, limit: float) -> bool:
         return all(name in row and row[name] < limit for row in last)

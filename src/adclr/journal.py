@@ -15,10 +15,11 @@ from adclr import distributed, health, loggers
 from adclr.ahead import Ahead
 from adclr.augment import Views
 from adclr.config import UserError
+from adclr.evals.wording import is_percent
 from adclr.meter import NAMES, Meter, Void
 from adclr.optim import Schedules, Values
 from adclr.progress import Line
-from adclr.runs import Run
+from adclr.runs import STOPPED, Run
 from adclr.settings import Settings
 from adclr.signals import Signals
 
@@ -55,8 +56,9 @@ class Journal:
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
         self.clock, self.marked, self.text = time.monotonic(), start, ""
         self.aside: dict[str, float] = {}  # seconds since the last line of timing.jsonl that went into no steps
-        rows = run.rows("metrics.jsonl")
+        rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
         self.looks = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
+        self.looked_at: int | None = None  # step of the last look
         self.finding: str | None = None  # what was last said of it
         self.condition = ""
         self.troubled = False  # lines are held back, which was said
@@ -129,14 +131,29 @@ class Journal:
         self._time(done, seconds, None)
 
     def _look_is_due(self, done: int) -> bool:
-        """At the first line, which later ones are compared with, and then at those next to every so many steps."""
+        """At the first line, with which later ones are compared, at those next to every so many steps, at the last."""
         every, lines = self.settings.train.health_every_steps, self.settings.train.log_every_steps
-        return every is not None and (not self.looks or done // every > (done - lines) // every)
+        if every is None:
+            return False
+        return not self.looks or done // every > (done - lines) // every or done == self.schedules.total_steps
+
+    def stop(self, done: int, look: Callable[[], dict[str, float]]) -> None:
+        """Writes the last row of a run that was told to stop: that it was, and its health.
+
+        The row has no losses: those since the last line go on in the checkpoint. All processes must call it.
+        """
+        health_row: dict[str, float | None] = {}
+        if self.settings.train.health_every_steps is not None and self.looked_at != done:
+            health_row = self._health(done, look, None)
+        if self.main:
+            row = {"step": done, "epoch": done / self.schedules.steps_per_epoch, STOPPED: True} | health_row
+            self.run.append("metrics.jsonl", row)
 
     def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
         with self.apart("looking"):
             found = look()
         self.looks.append(found)
+        self.looked_at = done
         finding = health.diagnose(self.looks)
         self.condition = f", kl {found['target_kl']:.2g}, rank {found['rank_cls']:.1f}"
         if finding is not None:
@@ -194,7 +211,7 @@ class Journal:
         if scores:
             self.write(step, dict(scores))
         for name, value in scores.items():
-            text = f"{value:.1f} %" if name.startswith("knn") else f"{value:.3g}"
+            text = f"{value:.1f} %" if is_percent(name) else f"{value:.3g}"
             self.say(f"epoch {step / self.schedules.steps_per_epoch:.0f}: {name} {text}")
         warning = probe.warning(scores)
         if warning:

@@ -102,6 +102,11 @@ def mark(number: int) -> Colour:
 # -- sheets --
 
 
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` numbers below `count`, ascending and evenly spread, the first and the last among them."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist() if count and most else []
+
+
 @dataclass(frozen=True)
 class Cell:
     image: Image.Image

@@ -27,6 +27,7 @@ from adclr import config
 from adclr.config import UserError
 from adclr.settings import Settings
 
+STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was told to stop
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
 
 
@@ -247,10 +248,13 @@ class Run:
                 yield row
 
     def cut(self, name: str, step: float) -> None:
-        """Drops the rows after a step, those that a resumed run will write again, and what is not a row."""
-        kept = [json.dumps(row) + "\n" for row in self.rows(name) if _number(row.get("step", 0)) <= step]
+        """Drops the rows after a step, those that a resumed run will write again, and what is not a row.
+
+        So is the row that says where the run was stopped: a resumed run leaves the same rows as one without a stop.
+        """
+        rows = [row for row in self.rows(name) if _number(row.get("step", 0)) <= step and not row.get(STOPPED)]
         if (self.path / name).exists():
-            write_atomically(self.path / name, "".join(kept).encode())
+            write_atomically(self.path / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _number(value: Any) -> float:

@@ -146,7 +146,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                 values = schedules.at(step)
                 losses, ok = take(seeded(job, views, step), values)
                 done = step + 1
-                journal.step(done, values, losses, ok, partial(_look, job, views, values))
+                look = partial(_look, job, views, values)
+                journal.step(done, values, losses, ok, look)
                 if probe and probe.due(done):
                     journal.score(done, probe, signals)
                 stop = signals.asked()
@@ -160,6 +161,9 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                     with journal.apart("drawing"):
                         live(done)
                 if stop:
+                    journal.stop(done, look)
+                    if live:
+                        live.page()
                     break
         if stop:
             signals.stop(done)

@@ -72,7 +72,7 @@ class Queries(Look):
     scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a drawn query, of the image's")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the drawing")
     across: Annotated[int, Field(ge=0, le=12)] = Field(
-        4, description="images whose first queries are asked in all of these; 0: none"
+        4, description="images, spread over those shown, whose first queries are asked in all of these; 0: none"
     )
 
 
@@ -172,9 +172,9 @@ def side_of(seen: Seen) -> int:
 
 def left_out(count: int, num_heads: int = 0) -> str:
     """What is on no sheet, in words for the sheet and for the terminal."""
-    parts = [f"the first {ON_SHEET} of {count} images"] if count > ON_SHEET else []
+    parts = [f"{ON_SHEET} of {count} images, spread over them"] if count > ON_SHEET else []
     parts += [f"heads 0 to {HEADS_ON_SHEET - 1} of {num_heads}"] if num_heads > HEADS_ON_SHEET else []
-    return f"This sheet has {' and '.join(parts)}; the single pictures have all." if parts else ""
+    return f"This sheet has {', and '.join(parts)}; the single pictures have all." if parts else ""
 
 
 # -- attention --
@@ -182,17 +182,17 @@ def left_out(count: int, num_heads: int = 0) -> str:
 
 def draw_attention(weights: Weights, seen: Sequence[Seen], settings: Attention, save: Save) -> Drawn:
     """Of each image: itself, the mean of the heads of `[CLS]`, the patches that hold most of it, and each head."""
-    rows, found = [], []
+    rows, found, on_sheet = [], [], pictures.spread(len(seen), ON_SHEET)
     for number, one in enumerate(track(seen, "attention", len(seen))):
         maps, _ = looking.gaze(weights, one, looking.read(weights, one), block=settings.block)
         cells = attention_cells(one, maps[:, 0], settings.mass, side_of(one))
         save(file_name(number, one, "attention"), pictures.sheet(pictures.wrapped(cells, 3), bar=ATTENTION))
-        if number < ON_SHEET:
+        if number in on_sheet:
             rows.append(attention_cells(one, maps[: 1 + HEADS_ON_SHEET, 0], settings.mass, CELL))
         kept = looking.heaviest(maps[0, 0], settings.mass)
         found.append({"name": one.name, "peak": float(maps[0].max()), "share_of_patches": float(kept.mean())})
     less = left_out(len(seen), weights.vit.num_heads)
-    sheet = pictures.sheet(rows, [one.name for one in seen[:ON_SHEET]], ATTENTION, less)
+    sheet = pictures.sheet(rows, [seen[number].name for number in on_sheet], ATTENTION, less)
     return Drawn({"attention.png": sheet}, found, less=less)
 
 
@@ -247,19 +247,22 @@ def ask(weights: Weights, seen: Seen, boxes: Sequence[Box], block: int = -1) -> 
 def draw_queries(weights: Weights, seen: Sequence[Seen], settings: Queries, save: Save) -> Drawn:
     """Of each image: where its queries look in it; then the first query of some images in all of these."""
     rows, found, boxes = [], [], [query_boxes(one, settings) for one in seen]
+    on_sheet = pictures.spread(len(seen), ON_SHEET)
     for number, one in enumerate(track(seen, "queries", len(seen))):
         asked = ask(weights, one, boxes[number], settings.block)
         save(
             file_name(number, one, "queries"), pictures.sheet(pictures.wrapped(asked.cells(side_of(one)), 4), bar=BOTH)
         )
-        if number < ON_SHEET:
+        if number in on_sheet:
             rows.append(asked.cells(CELL))
         found.append({"name": one.name, "boxes": boxes[number], "peaks": asked.attention.max(axis=(1, 2)).tolist()})
     less = left_out(len(seen))
-    sheets = {"queries.png": pictures.sheet(rows, [one.name for one in seen[:ON_SHEET]], BOTH, less)}
+    sheets = {"queries.png": pictures.sheet(rows, [seen[number].name for number in on_sheet], BOTH, less)}
     if settings.across and len(seen) > 1:
-        some = seen[: settings.across]
-        sheets["queries_across.png"] = across(weights, some, [own[0] for own in boxes[: len(some)]], settings.block)
+        some = pictures.spread(len(seen), settings.across)
+        sheets["queries_across.png"] = across(
+            weights, [seen[number] for number in some], [boxes[number][0] for number in some], settings.block
+        )
     return Drawn(sheets, found, less=less)
 
 
@@ -319,14 +322,14 @@ def draw_pca(weights: Weights, seen: Sequence[Seen], settings: Pca, save: Save) 
     basis = looking.basis(every[torch.from_numpy(things)])
     less, removed = left_out(len(seen)), " Dark is the ground, which was left out." if not things.all() else ""
     about = COMPONENTS + removed
-    cells, found = [], []
+    cells, found, on_sheet = [], [], pictures.spread(len(seen), ON_SHEET)
     for number, (one, part, kept) in enumerate(zip(seen, features, np.split(things, ends), strict=True)):
         grid = one.grid(weights.vit)
         colours, mask = basis.colours(part).reshape(*grid, 3), kept.reshape(grid)
         single = [Cell(pictures.shown(one.pixels, side_of(one)), one.name)]
         single.append(Cell(pictures.tinted(single[0].image, colours, mask), "components"))
         save(file_name(number, one, "pca"), pictures.sheet([single], about=about))
-        if number < ON_SHEET:
+        if number in on_sheet:
             image = pictures.shown(one.pixels, CELL)
             cells += [Cell(image, one.name), Cell(pictures.tinted(image, colours, mask))]
         found.append({"name": one.name, "share_of_things": float(kept.mean())})
@@ -370,7 +373,7 @@ def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Sa
         raise UserError("a match is between two images, and only one is here; name the other one too")
     first, *others = seen
     features, grid = looking.features(weights, first, settings.block), first.grid(weights.vit)
-    rows, found = [], []
+    rows, found, on_sheet = [], [], pictures.spread(len(others), ON_SHEET)
     for number, other in enumerate(track(others, "matching", len(others)), 1):
         matches = looking.mutual(features, looking.features(weights, other, settings.block))
         pair = Pair(first, other, (grid, other.grid(weights.vit)), matches)
@@ -378,7 +381,7 @@ def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Sa
             [pair.cells(side_of(first), settings.num_lines)], about=f"Left {first.name}, right {other.name}. {LINES}"
         )
         save(file_name(number, other, "match"), single)
-        if number <= ON_SHEET:
+        if number - 1 in on_sheet:
             rows.append(pair.cells(CELL, settings.num_lines))
         ends = pair.ends()
         found.append(
@@ -392,7 +395,7 @@ def draw_match(weights: Weights, seen: Sequence[Seen], settings: Match, save: Sa
         )
     less = left_out(len(others))
     about = f"Left {first.name}, right the image that is named beside. {LINES} {less}"
-    sheet = pictures.sheet(rows, [one.name for one in others[:ON_SHEET]], about=about)
+    sheet = pictures.sheet(rows, [others[number].name for number in on_sheet], about=about)
     return Drawn({"match.png": sheet}, found, {"first": first.name}, less)
 
 

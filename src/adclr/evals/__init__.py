@@ -17,6 +17,7 @@ from typing import Any
 
 from adclr import config
 from adclr.config import UserError
+from adclr.evals import wording
 from adclr.parts import readable
 from adclr.runs import check_writable, provenance, write_json
 
@@ -71,6 +72,8 @@ def score(name: str, settings: Any, out: Path | None, say: bool = False) -> dict
             seconds = round(time.monotonic() - started, 1)
             if say:
                 print(f"{told(scores)}\n{seconds:.0f} seconds")
+                for line in wording.verdict(name, settings, scores, *_controls(name, settings, out)):
+                    print(line)
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
                 write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})
@@ -86,13 +89,18 @@ def told(scores: dict[str, Any]) -> str:
     lines = []
     for key, value in scores.items():
         if isinstance(value, float):
-            text = f"{value:.0f}" if value % 1 == 0 else f"{value:.2f}" if value > 1 else f"{value:.2g}"
-            lines.append(f"{key:<{width}} {text}")
+            lines.append(f"{key:<{width}} {wording.with_unit(key, value)}")
         elif isinstance(value, str):
             lines.append(f"{key:<{width}} {value}")
     if "table" in scores:
         lines.append(importlib.import_module("adclr.evals.transfer").table(scores["table"]))
     return "\n".join(lines)
+
+
+def _controls(name: str, settings: Any, out: Path | None) -> tuple[Path, list[Path]]:
+    """Returns where the same evaluation from scratch is written, and the folders that may hold it under other names."""
+    control = file_of(name, settings.model_copy(update={"from_scratch": True}))
+    return control, [control.parent, *([] if out is None else [out.parent])]
 
 
 def file_of(name: str, settings: Any) -> Path:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from adclr import distributed
-from adclr.pictures import viridis
+from adclr.pictures import INK, PAPER, Bar, Cell, sheet, viridis
 from adclr.runs import write_atomically
 
 Counts = NDArray[np.int64]
@@ -22,6 +22,8 @@ TOLD = 100  # classes up to which its counts are given as numbers too
 NAMED = 64  # classes up to which the picture has names
 SIDE = 960  # pixels of the picture's matrix, about
 LETTERS = 24  # of a name that are drawn
+LINE = 24  # pixels of the axis titles
+SMALLEST, LARGE = 18, 64  # pixels of cells that hold a number, and a count below it
 
 
 def accuracies(
@@ -48,7 +50,8 @@ def accuracies(
         if len(classes) <= TOLD:
             found["confusion"] = counts.tolist()
         if place is not None and distributed.is_main():
-            draw(place.with_name(place.name + ".png"), counts, classes)
+            title = f"Confusion matrix, {name}: {found[f'{name}_top1']:.1f} % of {len(labels)} images right"
+            draw(place.with_name(place.name + ".png"), counts, classes, title)
     return found
 
 
@@ -59,27 +62,61 @@ def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
     return counts
 
 
-def draw(path: Path, counts: Counts, classes: list[str]) -> None:
-    """A PNG: each row is a class, and the brighter a cell, the more of its images were taken for the column's."""
+def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> None:
+    """Writes a PNG of the matrix: the share of a true class that was predicted as each class, by color and as a number.
+
+    Cells have their percentage where it fits, and the number of images below it where both do; empty cells have none.
+    """
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     cell = max(1, SIDE // len(classes))
-    matrix = Image.fromarray(viridis(shares)).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
-    font = ImageFont.load_default(size=max(8, min(16, cell - 2)))
-    names = [name if len(name) <= LETTERS else name[: LETTERS - 1] + "…" for name in classes]
-    margin = 8
-    if len(classes) <= NAMED:
-        margin += max(int(font.getlength(name)) for name in names)
-    sheet = Image.new("RGB", (matrix.width + margin + 8, matrix.height + margin + 8), "white")
-    sheet.paste(matrix, (margin, margin))
-    if len(classes) <= NAMED:
-        pen = ImageDraw.Draw(sheet)
-        across = Image.new("RGB", (margin, matrix.height), "white")  # the names of the columns, before they are turned
-        side = ImageDraw.Draw(across)
-        for number, name in enumerate(names):
-            middle = round((number + 0.5) * cell)
-            pen.text((margin - 4, margin + middle), name, fill="black", font=font, anchor="rm")
-            side.text((4, middle), name, fill="black", font=font, anchor="lm")
-        sheet.paste(across.rotate(90, expand=True), (margin, 0))
+    labels, kind = _labels(classes)
+    font = ImageFont.load_default(size=max(8, min(16, cell - 2)) if len(classes) <= NAMED else 12)
+    names = max(int(font.getlength(label)) for label in labels.values()) + 8
+    margin = LINE + names
+    colors = viridis(shares)
+    matrix = Image.fromarray(colors).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
+    _write_numbers(matrix, counts, shares, colors, cell)
+    image = Image.new("RGB", (margin + matrix.width, margin + matrix.height), PAPER)
+    image.paste(matrix, (margin, margin))
+    pen = ImageDraw.Draw(image)
+    columns = Image.new("RGB", (names, matrix.height), PAPER)  # the names of the columns, before they are turned
+    side = ImageDraw.Draw(columns)
+    for number, label in labels.items():
+        middle = max(6, round((number + 0.5) * cell))  # where cells are small, half of the first label would be cut
+        pen.text((margin - 4, margin + middle), label, fill=INK, font=font, anchor="rm")
+        side.text((4, middle), label, fill=INK, font=font, anchor="lm")
+    image.paste(columns.rotate(90, expand=True), (margin, LINE))
+    for text, turned in ((f"predicted {kind}", False), (f"true {kind}", True)):
+        strip = Image.new("RGB", (matrix.width, LINE), PAPER)
+        words = ImageFont.load_default(size=LINE - 6)
+        ImageDraw.Draw(strip).text((strip.width // 2, LINE // 2), text, fill=INK, font=words, anchor="mm")
+        image.paste(strip.rotate(90, expand=True) if turned else strip, (0, margin) if turned else (margin, 0))
+    scale = Bar("0 %", "100 %", "of the images of the true class")
     buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
+    sheet([[Cell(image, title)]], bar=scale, text=16).save(buffer, "PNG")
     write_atomically(path, buffer.getvalue())
+
+
+def _labels(classes: list[str]) -> tuple[dict[int, str], str]:
+    """Returns the labels of rows and columns by number, and what they are: names, or of many classes some numbers."""
+    if len(classes) <= NAMED:
+        names = [name if len(name) <= LETTERS else name[: LETTERS - 2] + ".." for name in classes]
+        return dict(enumerate(names)), "class"
+    step = next(step for step in (10, 20, 50, 100) if len(classes) <= 20 * step)
+    return {number: str(number) for number in range(0, len(classes), step)}, "class, by its number in order of names"
+
+
+def _write_numbers(
+    matrix: Image.Image, counts: Counts, shares: NDArray[np.float64], colors: NDArray[np.uint8], cell: int
+) -> None:
+    """Draws the percentage into each cell that is not empty, and the count below it if the cells are large enough."""
+    if cell < SMALLEST:
+        return
+    pen, large = ImageDraw.Draw(matrix), cell >= LARGE
+    font = ImageFont.load_default(size=min(24, cell // 4 if large else cell // 2))
+    for row, column in np.argwhere(counts):
+        # black on bright cells, white on dark ones
+        ink = INK if colors[row, column] @ (0.299, 0.587, 0.114) > 110 else PAPER
+        text = f"{100 * shares[row, column]:.0f}" + (f" %\n({counts[row, column]})" if large else "")
+        middle = (column + 0.5) * cell, (row + 0.5) * cell
+        pen.multiline_text(middle, text, fill=ink, font=font, anchor="mm", align="center")

@@ -7,12 +7,14 @@ import io
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from adclr import distributed
 from adclr.evals.frames import Frames
+from adclr.pictures import spread
 from adclr.runs import write_atomically
 from adclr.segmented import IGNORE
 
@@ -25,11 +27,6 @@ def palette(count: int) -> NDArray[np.uint8]:
     """Colours that neighbours in number do not share: hues by the golden ratio, in three lightnesses."""
     made = [colorsys.hsv_to_rgb(n * 0.61803 % 1, 0.9 - 0.25 * (n % 3), 1.0 - 0.2 * (n // 3 % 3)) for n in range(count)]
     return (np.array(made) * 255).round().astype(np.uint8)
-
-
-def spread(count: int, wanted: int) -> set[int]:
-    """As many numbers below `count`, far from each other."""
-    return {int(n) for n in np.linspace(0, count - 1, min(count, wanted)).round()} if count and wanted else set()
 
 
 def painted(image: NDArray[np.uint8], labels: NDArray[np.int64], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -46,13 +43,12 @@ def to_rgb(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class Pictures:
-    """Of the first process's images, some that are spread over them."""
+    """Pictures of some images that are spread over all, whichever process tests them; all processes must `write`."""
 
     def __init__(self, classes: list[str], count: int, total: int) -> None:
-        own = distributed.part(total)
-        self.wanted = {own[n] for n in spread(len(own), count)} if distributed.is_main() else set()
+        self.wanted = set(spread(total, count))
         self.classes, self.colours = classes, palette(len(classes))
-        self.rows: dict[int, list[NDArray[np.uint8]]] = {}
+        self.rows: dict[int, NDArray[np.uint8]] = {}  # 3×HEIGHT×width×3 by index: image, labels, prediction
         self.seen = np.zeros(len(classes), np.int64)  # pixels of each class in them
 
     def add(self, frames: Frames, predicted: Tensor) -> None:
@@ -60,15 +56,30 @@ class Pictures:
             if index in self.wanted:
                 image = to_rgb(frames.images[place].cpu().numpy())
                 maps = [labels[place].cpu().long().numpy() for labels in (frames.labels, predicted)]
-                self.rows[index] = [image, *(painted(image, labels, self.colours) for labels in maps)]
+                cells = [image, *(painted(image, labels, self.colours) for labels in maps)]
+                self.rows[index] = np.stack([_shrunk(cell) for cell in cells])
                 for labels in maps:
                     self.seen += np.bincount(labels[labels != IGNORE], minlength=len(self.classes))
 
+    def _gather(self) -> None:
+        """Brings together what the processes have."""
+        sizes = torch.tensor([[index, row.shape[2]] for index, row in self.rows.items()], dtype=torch.int64).view(-1, 2)
+        pixels = np.concatenate([np.zeros(0, np.uint8), *(row.ravel() for row in self.rows.values())])
+        everything, start = distributed.gather(torch.from_numpy(pixels)).numpy(), 0
+        for index, width in distributed.gather(sizes).tolist():
+            end = start + 3 * HEIGHT * width * 3
+            self.rows[index] = everything[start:end].reshape(3, HEIGHT, width, 3)
+            start = end
+        self.seen = distributed.gather(torch.from_numpy(self.seen)[None]).sum(dim=0).numpy()
+
     def write(self, place: Path) -> None:
         """PLACE.png: a row for each image, and which colour is which class."""
-        if not self.rows:
+        if not self.wanted:  # the same in all processes
             return
-        cells = [[_shrunk(cell) for cell in self.rows[index]] for index in sorted(self.rows)]
+        self._gather()
+        if not self.rows or not distributed.is_main():
+            return
+        cells = [[Image.fromarray(cell) for cell in self.rows[index]] for index in sorted(self.rows)]
         named = [int(c) for c in np.argsort(-self.seen, kind="stable")[:NAMED] if self.seen[c]]
         width = max(sum(cell.width + MARGIN for cell in row) for row in cells) + MARGIN
         columns = max(1, width // 180)
@@ -90,9 +101,9 @@ class Pictures:
         save_png(sheet, place)
 
 
-def _shrunk(pixels: NDArray[np.uint8]) -> Image.Image:
+def _shrunk(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     height, width = pixels.shape[:2]
-    return Image.fromarray(pixels).resize((max(1, round(width * HEIGHT / height)), HEIGHT))
+    return np.asarray(Image.fromarray(pixels).resize((max(1, round(width * HEIGHT / height)), HEIGHT)))
 
 
 def save_png(sheet: Image.Image, place: Path) -> None:

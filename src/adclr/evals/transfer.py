@@ -107,7 +107,7 @@ def _names(data: tuple[str, ...]) -> list[str]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows, one below the other."""
     heads = list(rows[0])
-    cells = [heads] + [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    cells = [heads] + [[f"{x:.2f} %" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
     pad = [str.ljust] + [str.rjust] * (len(heads) - 1)
     return "\n".join("  ".join(p(cell, w) for p, cell, w in zip(pad, line, widths, strict=True)) for line in cells)

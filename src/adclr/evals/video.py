@@ -31,6 +31,7 @@ from adclr.evals.frames import Frames, resized
 from adclr.evals.pictures import Pictures
 from adclr.evals.task import Conditions, weights_of
 from adclr.progress import track
+from adclr.segmented import IGNORE
 from adclr.settings import Side
 from adclr.weights import Weights
 
@@ -147,8 +148,11 @@ def score(
             last = len(truth) - 2
             order = torch.tensor(objects, device=device).view(-1, 1, 1)
             numbered = (truth[last] == order).long() * torch.arange(1, 1 + len(objects), device=device).view(-1, 1, 1)
-            seen = torch.cat([shown[last], numbered.sum(dim=0, keepdim=True).to(torch.uint8)])
-            pictures.add(Frames([number], seen[None]), predicted[last : last + 1])
+            labels, drawn = (
+                torch.where(objects_at == 0, IGNORE, objects_at)  # objects are painted, the background is not
+                for objects_at in (numbered.sum(dim=0, keepdim=True), predicted[last : last + 1])
+            )
+            pictures.add(Frames([number], torch.cat([shown[last], labels.to(torch.uint8)])[None]), drawn)
     table = distributed.gather(torch.tensor(rows, dtype=torch.float64).view(-1, 4)).numpy()
     if place is not None:
         pictures.write(place)

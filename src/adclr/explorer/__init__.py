@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import secrets
 import socket
 from pathlib import Path
@@ -43,9 +44,10 @@ def run(weights: list[str], images: list[str], host: str, port: int, settings: S
     gallery = Gallery(source, libraries, settings.num_images, settings.max_gib)
     token = None if host in LOCAL else secrets.token_urlsafe(16)
     listening = _listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}"
-    print(f"open {address} (Ctrl-C ends it)", flush=True)
+    query = f"?token={token}" if token else ""
+    first, *others = [f"http://{name}:{listening.getsockname()[1]}/{query}" for name in _names(host, listening)]
+    elsewhere = "".join(f"\n  or {address} from another machine" for address in others)
+    print(f"open {first} (Ctrl-C ends it){elsewhere}", flush=True)
     config = uvicorn.Config(server.build(gallery, token), log_level="warning", lifespan="on", access_log=False)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([listening])
@@ -54,6 +56,25 @@ def run(weights: list[str], images: list[str], host: str, port: int, settings: S
 def _short(name: str) -> str:
     path = Path(name)
     return path.parent.name if path.name in ("run", "backbone.safetensors") and path.parent.name else path.name
+
+
+def _names(host: str, listening: socket.socket) -> list[str]:
+    """Returns the hosts of the printed addresses: localhost first if the socket listens on all interfaces.
+
+    `http://0.0.0.0` is an address to listen on. Browsers refuse it, and from another machine it leads nowhere.
+    """
+    bound = ipaddress.ip_address(listening.getsockname()[0])
+    if not bound.is_unspecified:
+        return [f"[{host}]" if ":" in host else host]
+    return ["localhost", _own_address()]
+
+
+def _own_address() -> str:
+    """Returns the IPv4 address from which this machine reaches others, or its name if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address for documentation; connecting a UDP socket sends no packet
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -62,6 +62,13 @@ const show = newest(async () => {
   document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1);
 });
 
+// A map of attention fades as its peak comes down from twice the mean to the mean: a flat one would cover its image with
+// one color. A fifth is left, so that one sees that there is a map.
+function opacity(model, id) {
+  const peak = maps[model]?.peaks?.get(id);
+  return peak === undefined ? 1 : 0.2 + 0.8 * clip(peak - 1);
+}
+
 const byId = (ids, values) => values && new Map(ids.map((id, place) => [id, values[place]]));
 
 // The maps of all images come one behind the other; each is as large as its image's grid in that model.
@@ -99,9 +106,9 @@ const run = (work) => work().catch(failed);
 
 const VIEWS = { query: "where the query looks", match: "what is like the box", cls: "where [CLS] looks", components: "components" };
 const MEANINGS = {
-  query: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean",
+  query: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean; colors fade where no patch gets twice the mean",
   match: "cosine, from 0 to 1, of the box and the best window of its size that a patch is part of; the frame is the best of all",
-  cls: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean",
+  cls: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean; colors fade where no patch gets twice the mean",
   components: "the first three principal components of all patches of all images as red, green and blue",
 };
 
@@ -115,19 +122,25 @@ function paint() {
   models.forEach((model, m) => {
     const { view } = panels[m], peak = maps[m]?.peaks?.get(number);
     const boxes = state.view === "query" || state.view === "match" ? [state.box] : [];
-    draw(view.canvas, picture, PANEL, maps[m]?.maps.get(number), boxes);
+    draw(view.canvas, picture, PANEL, maps[m]?.maps.get(number), boxes, opacity(m, number));
     view.note.textContent = VIEWS[state.view] + (peak ? `, peak ${peak.toFixed(1)}×` : "");
     rank(m);
   });
   remember();
 }
 
+// Browsers refuse more than about a hundred addresses within seconds, Chromium silently and Safari with an error, and
+// a pointer or a held key goes through more. An address that was refused is written a second later.
+let resting = 0;
 function remember() {
-  history.replaceState(null, "", toAddress(state)); // which, unlike a new location, calls nobody back
+  clearTimeout(resting);
+  const address = toAddress(state);
+  try {
+    history.replaceState(null, "", address); // which, unlike a new location, calls nobody back
+  } catch { /* refused */ }
+  if (location.hash !== new URL(address, location.href).hash) resting = setTimeout(remember, 1000);
 }
 
-// A pointer goes through hundreds of places within seconds, and browsers refuse as many addresses.
-let resting = 0;
 function rememberSoon() {
   clearTimeout(resting);
   resting = setTimeout(remember, 200);
@@ -157,7 +170,8 @@ function rank(model) {
 
 function drawTile(tile) {
   stale.delete(tile);
-  draw(tile.canvas, images[tile.id].picture, TILE, maps[tile.model]?.maps.get(tile.id), state.view === "match" ? [tile.window] : []);
+  const boxes = state.view === "match" ? [tile.window] : [];
+  draw(tile.canvas, images[tile.id].picture, TILE, maps[tile.model]?.maps.get(tile.id), boxes, opacity(tile.model, tile.id));
 }
 
 // Tiles out of sight are drawn when they come into it.
@@ -244,12 +258,16 @@ function listenToStage() {
     drawStage();
     run(query);
   });
-  const end = (event) => {
-    if (start && !moved) { state.patch = place(event); run(point); }
+  // The address has the box when the drag ends, not only when the server has answered.
+  const end = () => {
     start = null;
+    if (moved) remember();
   };
-  canvas.addEventListener("pointerup", end);
-  canvas.addEventListener("pointercancel", () => { start = null; });
+  canvas.addEventListener("pointerup", (event) => {
+    if (start && !moved) { state.patch = place(event); run(point); }
+    end();
+  });
+  canvas.addEventListener("pointercancel", end);
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && images.length) { clearPatch(); remember(); return; }
     const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];

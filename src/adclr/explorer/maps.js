@@ -1,4 +1,5 @@
 // Maps of patches, drawn over their image as the pictures of `adclr visualize` are: cubic between patches, in viridis.
+// Other than there, flat maps of attention fade: on a tile no plain copy of the image stands beside them.
 
 const VIRIDIS = [[68, 1, 84], [71, 45, 123], [59, 82, 139], [44, 114, 142], [33, 145, 140], [40, 174, 128], [94, 201, 98],
   [170, 220, 50], [253, 231, 37]];
@@ -51,8 +52,9 @@ function coloured(map, width, height) {
 
 const scratch = document.createElement("canvas");
 
-// A map is {bytes, rows, columns, channels: 1 or 3}; without one the image is drawn as it is.
-export function draw(canvas, image, side, map, boxes = []) {
+// A map is {bytes, rows, columns, channels: 1 or 3}; without one the image is drawn as it is. `share` is how much of the
+// usual opacity the map gets.
+export function draw(canvas, image, side, map, boxes = [], share = 1) {
   const scale = side / Math.max(image.naturalWidth, image.naturalHeight);
   const width = Math.max(1, Math.round(image.naturalWidth * scale)), height = Math.max(1, Math.round(image.naturalHeight * scale));
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
@@ -66,7 +68,7 @@ export function draw(canvas, image, side, map, boxes = []) {
     pen.globalCompositeOperation = "source-over";
     Object.assign(scratch, { width, height });
     scratch.getContext("2d").putImageData(coloured(map, width, height), 0, 0);
-    pen.globalAlpha = map.channels === 3 ? 1 : STRENGTH;
+    pen.globalAlpha = map.channels === 3 ? 1 : STRENGTH * share;
     pen.drawImage(scratch, 0, 0);
     pen.globalAlpha = 1;
   }

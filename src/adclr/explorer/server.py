@@ -224,7 +224,10 @@ class Guard:
         given = request.query_params.get("token")
         if given is not None and _same(given, self.token):
             answer = RedirectResponse(request.url.remove_query_params("token").path or "/", 303)
-            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            # Lax: browsers withhold a strict cookie when the link was clicked on another site, so the redirect would
+            # end in a 401. Other sites still cannot use it: requests that their pages make come without the cookie,
+            # and a navigation, which comes with it, only reads.
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="lax")
             return answer
         if _same(request.cookies.get(COOKIE, ""), self.token):
             return None

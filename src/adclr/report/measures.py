@@ -114,6 +114,8 @@ def verdict(story: Story) -> list[Word]:
     elif len(story.looks) > health.IN_A_ROW:
         told = story.looks[-1]["target_kl"]
         found.append(Word(True, f"It does not collapse: the teacher tells images apart by {told:.2g} nats."))
+    elif len(story.looks) > 1:
+        found.append(_first_sign(story.looks))
     found += _score_words(story)
     waited = story.spent["waiting_for_images"]
     if story.seconds and waited > 0.2 * story.seconds:
@@ -130,6 +132,15 @@ def verdict(story: Story) -> list[Word]:
     if story.unreadable:
         found.append(Word(False, f"{story.unreadable} images could not be read; quarantine.jsonl lists them."))
     return found
+
+
+def _first_sign(looks: Sequence[health.Measures]) -> Word:
+    """What too few measures for the doctor say."""
+    finding, count = health.diagnose(looks, len(looks) - 1), len(looks)
+    if finding is not None:
+        return Word(False, f"{finding.name.capitalize()}, by {count} measures only: {finding.words}.")
+    nats = looks[-1]["target_kl"]
+    return Word(True, f"No sign of a collapse in {count} measures: the teacher tells images apart by {nats:.2g} nats.")
 
 
 def _score_words(story: Story) -> list[Word]:

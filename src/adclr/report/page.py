@@ -6,16 +6,18 @@ import base64
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
 from importlib import resources
 from typing import Any
 
-from adclr import __version__, config
+from adclr import __version__, config, evals
+from adclr.evals.wording import is_percent
 from adclr.jpeg import read_header
 from adclr.report import measures
 from adclr.report.charts import Line, chart, legend, number
 from adclr.report.measures import Measure
-from adclr.report.story import Story, changed, differences
+from adclr.report.story import Scores, Story, changed, differences
 from adclr.settings import Settings
 
 # rows of a strip, of each image
@@ -29,6 +31,7 @@ SPENT = {
     "drawing": "pictures and this page",
     "probing": "probes",
 }
+ALWAYS = ("head", "how", "epochs")  # settings of evaluations that are shown even if they are the default
 STARTS = ("started", "from_step", "device", "precision", "processes", "images")  # of provenance.json
 MOST_MOMENTS = 10  # shown of a run
 
@@ -90,14 +93,14 @@ def duration(seconds: float) -> str:
 
 
 def _facts(story: Story) -> dict[str, str]:
-    knn, speed = story.last("knn_top1"), story.results and story.results.get("images_per_second")
+    knn, speed = story.knn(), story.results and story.results.get("images_per_second")
     if not isinstance(speed, int | float):
         speed = story.last("images_per_second")
     total = story.settings.get("train.epochs")
-    epochs = max((points[-1][0] for points in story.curves.values()), default=0.0)
+    epochs = "–" if story.epochs is None else number(round(story.epochs, 1))
     return {
         "state": story.state,
-        "epochs": f"{number(round(epochs, 1))} of {total}" if total else number(epochs),
+        "epochs": f"{epochs} of {total}" if total else epochs,
         "steps": str(story.step),
         "loss": "–" if story.last("loss") is None else number(story.last("loss") or 0.0),
         "kNN": "–" if knn is None else f"{knn:.1f} %",
@@ -185,7 +188,7 @@ def _pictures(story: Story, named: bool) -> str:
     first, *later = story.moments
     step = max(1, -(-len(later) // (MOST_MOMENTS - 1)))
     chosen = [first, *later[::-1][::step][::-1]]
-    per_epoch = _steps_per_epoch(story)
+    per_epoch = story.steps_per_epoch or 0.0
     strips, rows = [], ""
     images = story.moments[0].file.with_name("images.jpg")
     for label, file in [("images", images), *((_moment(m.step, per_epoch), m.file) for m in chosen)]:
@@ -220,23 +223,51 @@ def _moment(step: int, per_epoch: float) -> str:
     return f"epoch {number(round(step / per_epoch, 1))}" if per_epoch else f"step {step}"
 
 
-def _steps_per_epoch(story: Story) -> float:
-    last = max((points[-1][0] for points in story.curves.values()), default=0.0)
-    return story.step / last if last else 0.0
-
-
 # -- tables --
 
 
 def _evaluations(stories: Sequence[Story]) -> str:
+    every = [scores for story in stories for scores in story.scores]
     rows = []
     for story in stories:
-        for found in story.scores:
-            scores = ", ".join(f"{escape(name)} <b>{number(value)}</b>" for name, value in found.numbers.items())
-            cells = [f"<b>{escape(found.name)}</b>", escape(found.data), scores, escape(found.when[:16])]
+        for scores in story.scores:
+            alike = [other.settings for other in every if other.evaluation == scores.evaluation]
+            numbers = ", ".join(
+                f"{escape(name)} <b>{_score(name, value)}</b>"
+                for name, value in scores.numbers.items()
+                if name != "num_steps"  # which stands among the settings
+            )
+            name = scores.evaluation + (", from scratch" if scores.from_scratch else "")
+            cells = [f"<b>{escape(name)}</b>", escape(scores.data), escape(_settings(scores, alike)), numbers]
+            cells.append(escape(scores.when[:16]))
             rows.append(cells if len(stories) == 1 else [escape(story.name), *cells])
-    head = ["evaluation", "data", "scores", "when"]
+    head = ["evaluation", "data", "settings", "scores", "when"]
     return _table(head if len(stories) == 1 else ["run", *head], rows)
+
+
+def _score(name: str, value: float) -> str:
+    return f"{value:.2f} %" if is_percent(name) else number(value)
+
+
+def _settings(scores: Scores, alike: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the settings that tell an evaluation from others of its name, or from the default, and its steps."""
+    words = []
+    defaults = _defaults(scores.evaluation)
+    for name, value in scores.settings.items():
+        differs = any(other.get(name) != value for other in alike) or (name in defaults and defaults[name] != value)
+        if value is not None and name != "steps" and (name in ALWAYS or differs):
+            words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    if "num_steps" in scores.numbers:
+        words.append(f"{scores.numbers['num_steps']:.0f} steps")
+    return ", ".join(words)
+
+
+@cache
+def _defaults(evaluation: str) -> Mapping[str, Any]:
+    """Returns the default settings of an evaluation by full name; none if this version does not have it."""
+    if evaluation not in evals.NAMES:
+        return {}
+    return config.flatten(evals.module(evaluation).Settings().model_dump(mode="json"))
 
 
 def _run(story: Story, named: bool) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adclr import config
 from adclr.config import UserError
-from adclr.runs import Run, read_json
+from adclr.runs import STOPPED, Run, read_json
 
 PICTURES = "pictures"  # folder of the run
 MOST_SCORES = 200  # evaluations read
 LARGEST = 2**22  # bytes of a file of scores or of a picture
 STALE = 600  # seconds without a line after which an unfinished run is called stopped
+
+# settings of evaluations that say nothing of their scores, or that other columns show
+ELSEWHERE = {"weights", "data", "from_scratch", "partial", "device", "num_workers", "max_unreadable", "pictures"}
 
 # what timing.jsonl has of the seconds that went into something else than steps; probes are not part of its `seconds`
 PARTS = ("waiting_for_images", "looking", "saving", "drawing", "probing")
@@ -27,10 +30,12 @@ Points = list[tuple[float, float]]  # (epoch, value)
 class Scores(NamedTuple):
     """One evaluation found beside the run."""
 
-    name: str
+    evaluation: str
     data: str
     numbers: dict[str, float]
     when: str
+    settings: dict[str, Any]  # by full name; not those that its other columns show
+    from_scratch: bool
 
 
 class Moment(NamedTuple):
@@ -53,7 +58,8 @@ class Story:
     scores: list[Scores]
     moments: list[Moment]
     unreadable: int
-    step: int
+    step: int  # the last that was done
+    steps_per_epoch: float | None  # None if nothing says so
     seconds: float  # of training
     spent: dict[str, float]  # seconds by `PARTS`
     state: str  # finished, training or stopped
@@ -64,6 +70,19 @@ class Story:
 
     def best(self, name: str) -> float | None:
         return max((value for _, value in self.curves.get(name, ())), default=None)
+
+    @property
+    def epochs(self) -> float | None:
+        """How many were done."""
+        return self.step / self.steps_per_epoch if self.steps_per_epoch else None
+
+    def knn(self) -> float | None:
+        """The accuracy of the last probe, or else of the newest evaluation, in percent."""
+        probed = self.last("knn_top1")
+        evaluated = [one for one in self.scores if "knn_top1" in one.numbers and not one.from_scratch]
+        if probed is not None or not evaluated:
+            return probed
+        return max(evaluated, key=lambda one: one.when).numbers["knn_top1"]
 
 
 def read(path: str | Path) -> Story:
@@ -76,26 +95,42 @@ def read(path: str | Path) -> Story:
         raise UserError(
             f"{run.path} holds no run: neither settings.yaml nor metrics.jsonl is there; give another directory"
         )
-    steps = [(step, _number(row.get("epoch"))) for row in metrics if (step := _number(row.get("step"))) is not None]
-    per_step = next((epoch / step for step, epoch in reversed(steps) if step and epoch), 1.0)
+    starts = _starts(run)
+    steps_per_epoch = _steps_per_epoch(metrics, settings, starts)
+    # a run that stopped before its first line of metrics.jsonl has one of timing.jsonl
+    steps = [step for row in (*metrics, *timing) if (step := _number(row.get("step"))) is not None]
     results = _object(run.path / "results.json")
     return Story(
         name=run.path.name or run.path.resolve().name,
         path=run.path,
         settings=settings,
-        starts=_starts(run),
+        starts=starts,
         results=results,
-        curves=_curves([*metrics, *timing], per_step),
+        curves=_curves([*metrics, *timing], 1 / (steps_per_epoch or 1.0)),
         looks=_looks(metrics),
         said=_said(metrics),
         scores=_scores(run.path / "evals"),
         moments=read_moments(run.path / PICTURES),
         unreadable=len(_rows(run, "quarantine.jsonl")),
-        step=int(max((step for step, _ in steps), default=0)),
+        step=int(max(steps, default=0)),
+        steps_per_epoch=steps_per_epoch,
         seconds=_sum(timing, "seconds"),
         spent={name: _sum(timing, f"seconds_{name}") for name in PARTS},
-        state="finished" if results is not None else _alive(run.path / "metrics.jsonl"),
+        state="finished" if results is not None else _state(run, metrics),
     )
+
+
+def _steps_per_epoch(
+    metrics: Iterable[dict[str, Any]], settings: Mapping[str, Any], starts: Sequence[dict[str, Any]]
+) -> float | None:
+    """By the last line that has an epoch; before there is one, by the images and the batch size."""
+    rows = [(_number(row.get("step")), _number(row.get("epoch"))) for row in metrics]
+    for step, epoch in reversed(rows):
+        if step and epoch and step > 0 and epoch > 0:
+            return step / epoch
+    images = _number(starts[-1].get("images")) if starts else None
+    batch = _number(settings.get("train.batch_size"))
+    return images // batch or None if images and batch and batch > 0 else None
 
 
 def _number(value: Any) -> float | None:
@@ -182,8 +217,11 @@ def _scores(folder: Path) -> list[Scores]:
             continue
         numbers = {str(name): value for name, score in scores.items() if (value := _number(score)) is not None}
         data, when = _inner(held, "settings", "data") or path.stem, _inner(held, "provenance", "started")
-        control = ", from scratch" if _inner(held, "settings", "from_scratch") == "True" else ""
-        found.append(Scores(path.parent.name + control, data, numbers, when))
+        from_scratch = _inner(held, "settings", "from_scratch") == "True"
+        stored = held.get("settings")
+        settings = config.flatten(stored) if isinstance(stored, Mapping) else {}
+        shown = {key: value for key, value in settings.items() if key not in ELSEWHERE}
+        found.append(Scores(path.parent.name, data, numbers, when, shown, from_scratch))
     return found
 
 
@@ -206,9 +244,12 @@ def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
     return sum(_number(row.get(name)) or 0.0 for row in rows)
 
 
-def _alive(path: Path) -> str:
+def _state(run: Run, metrics: Sequence[dict[str, Any]]) -> str:
+    """Of a run that has not finished: stopped if it says so, or if it has written nothing for a while."""
+    if metrics and metrics[-1].get(STOPPED) is True:
+        return "stopped"
     try:
-        return "training" if time.time() - path.stat().st_mtime < STALE else "stopped"
+        return "training" if time.time() - (run.path / "metrics.jsonl").stat().st_mtime < STALE else "stopped"
     except OSError:
         return "stopped"
 

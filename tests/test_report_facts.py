@@ -1,0 +1,115 @@
+"""What the page says of a run in numbers and words: how far it came, its health, and its evaluations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adclr import launch, training
+from adclr.journal import Journal
+from adclr.report import measures, page, story
+from tiny import TINY
+
+SPARSE = TINY | {"train.log_every_steps": 10, "train.epochs": 800, "train.report": True}  # 4 steps are an epoch
+
+
+def train_and_stop(images: Path, out: Path, step: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Trains until a SIGTERM after a step, as a cluster sends it."""
+    take_note = Journal.step
+
+    def signalled(self: Journal, done: int, *rest: Any) -> None:
+        take_note(self, done, *rest)
+        if done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    launched = launch.prepare(images / "train", out, None, SPARSE | changes)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "step", signalled)
+        with pytest.raises(SystemExit) as stopped:
+            training.run(launched)
+    assert stopped.value.code == 75
+
+
+def tiles(text: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", text))
+
+
+def test_a_run_stopped_before_its_first_line_says_how_far_it_came(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    train_and_stop(images, run, 2, monkeypatch, **{"probe.data": str(images)})
+    shown = tiles((run / "report.html").read_text())  # written when it stops
+    assert (shown["epochs"], shown["steps"], shown["state"]) == ("0.5 of 800", "2", "stopped")
+
+
+def test_health_is_measured_at_the_end_and_where_a_run_stops(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lines every 10 steps and measures every 100, as by default."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    short = {"train.epochs": 7, "train.report": False}
+    training.run(launch.prepare(images / "train", whole, None, SPARSE | short))
+    assert [look["step"] for look in story.read(whole).looks] == [10, 28]
+    words = [word.text for word in measures.verdict(story.read(whole))]
+    assert any("No sign of a collapse in 2 measures" in text for text in words)
+
+    train_and_stop(images, parts, 17, monkeypatch, **short)
+    stopped = story.read(parts)
+    assert ([look["step"] for look in stopped.looks], stopped.state) == ([10, 17], "stopped")
+    assert any("No sign of a collapse" in word.text for word in measures.verdict(stopped))
+    training.run(launch.prepare(images / "train", parts, None, SPARSE | short))
+    assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
+
+
+def test_few_measures_can_say_that_it_collapses(tmp_path: Path) -> None:
+    rows = [{"step": 10, "target_kl": 0.2, "target_entropy": 0.9}, {"step": 40, "target_kl": 1e-5, "target_entropy": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (word,) = measures.verdict(story.read(tmp_path))
+    assert not word.good
+    assert word.text.startswith("Uniform collapse, by 2 measures")
+
+
+def evaluated(run: Path, name: str, file: str, scores: dict[str, float], **settings: object) -> None:
+    (run / "evals" / name).mkdir(parents=True, exist_ok=True)
+    held = {"scores": scores, "settings": {"data": "/data/camvid"} | settings, "provenance": {"started": file}}
+    (run / "evals" / name / f"{file}.json").write_text(json.dumps(held))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "epoch": 2.0, "loss": 3.0}\n')
+    return tmp_path
+
+
+def test_evaluations_of_one_name_are_told_apart(run: Path) -> None:
+    evaluated(run, "segmentation", "1", {"segmentation_miou": 15.3, "num_steps": 500.0}, head="linear", steps=500)
+    evaluated(run, "segmentation", "2", {"segmentation_miou": 30.6, "num_steps": 486.0}, head="fpn", minutes=0.5)
+    evaluated(run, "segmentation", "3", {"segmentation_miou": 32.9, "num_steps": 40_000.0}, head="upernet", size=352)
+    section = page.render([story.read(run)]).split('id="evaluations"')[1].split("</section>")[0]
+    rows = [re.sub(r"<[^>]+>", " ", row) for row in section.split("<tr>")[2:]]
+    for row, words in zip(
+        rows,
+        (("head=linear", "500 steps"), ("head=fpn", "486 steps"), ("head=upernet", "40000 steps", "size=352")),
+        strict=True,
+    ):
+        assert all(word in row for word in words), (row, words)
+    assert "15.30 %" in rows[0]
+    assert "num_steps" not in section
+
+
+def test_the_tile_has_the_knn_of_an_evaluation_where_no_probe_was(run: Path) -> None:
+    assert tiles(page.render([story.read(run)]))["kNN"] == "–"
+    evaluated(run, "knn", "2026-01-02", {"knn_top1": 43.25}, weights=str(run))
+    evaluated(run, "knn", "2026-01-01", {"knn_top1": 40.0}, weights=str(run))
+    evaluated(run, "knn", "2026-01-03", {"knn_top1": 9.0}, weights=str(run), from_scratch=True)
+    assert tiles(page.render([story.read(run)]))["kNN"] == "43.2 %"  # the newest, and never the control
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 8, "epoch": 2.0, "knn_top1": 50.0}\n')
+    assert tiles(page.render([story.read(run)]))["kNN"] == "50.0 %"
