@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -61,7 +62,7 @@ def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
         found[made.hash] = {"name": name, "shared": made.metadata.shared}
 
 
-def attend(dim: int, heads: int, groups: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+def attend(dim: int, heads: int, groups: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     qkv = torch.zeros(sum(group[0] * group[1] for group in groups), 3 * dim, dtype=dtype, requires_grad=True)
     attention.fused(qkv, [attention.Group(*group) for group in groups], heads).sum().backward()
     with torch.no_grad():
@@ -112,6 +113,7 @@ def main(capability: int, all_shapes: bool) -> None:
         losses(65536, low=True)
         if has_room:
             attend(384, 6, [(2, 207, 197), (2, 37, 37)], half)  # ViT-S/16
+            attend(384, 6, [(2, 207, 197, 1)], half)  # queries that read patches only
             attend(256, 2, [(2, 207, 197)], half)  # heads of 128
         if all_shapes:
             views(96, 48, 8)
