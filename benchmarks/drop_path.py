@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from adclr.attention import Group
-from adclr.blocks import Attention, Block, run_block
+from adclr.blocks import Attention, Block, for_tokens, run_block
 from adclr.step import seconds
 
 RATES = (0.05, 0.1, 0.3)  # 0.05 is the mean over blocks of drop_path=0.1
@@ -64,7 +64,7 @@ def main() -> None:
         [g.tokens for g in groups], [1] * len(groups)))  # fmt: skip
     x = torch.randn(tokens, dim, device=device, dtype=stream).requires_grad_()
     grad = torch.randn(tokens, dim, device=device, dtype=stream)
-    kept = (torch.rand(2, sequences, device=device) > 0.05) / 0.95
+    kept = for_tokens((torch.rand(2, sequences, device=device) > 0.05) / 0.95, groups)
     whole = run_block if tiny else torch.compile(run_block, dynamic=False)
 
     def all_of_it() -> None:

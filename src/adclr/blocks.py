@@ -145,10 +145,12 @@ def by_group(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
 
 
 def for_tokens(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
-    """One number for each sequence -> M×1, the same for all tokens of a sequence."""
-    parts = torch.split(numbers, [group.sequences for group in groups])
-    spread = [part[:, None].expand(-1, group.tokens).flatten() for part, group in zip(parts, groups, strict=True)]
-    return torch.cat(spread).unsqueeze(1)
+    """...×sequences -> ...×M×1, the same number for all tokens of a sequence."""
+    parts = torch.split(numbers, [group.sequences for group in groups], dim=-1)
+    spread = [
+        part[..., None].expand(*part.shape, group.tokens).flatten(-2) for part, group in zip(parts, groups, strict=True)
+    ]
+    return torch.cat(spread, dim=-1).unsqueeze(-1)
 
 
 def without_patches(x: Tensor, groups: Sequence[Group], wanted: Sequence[bool]) -> Tensor:
@@ -223,15 +225,16 @@ class Block(nn.Module):
         """(tokens, their `norm1`) -> (tokens, their norm of what is `following`), all M×D.
 
         A sum and the norm of it are one operation; so a block ends with the norm that the next one begins with.
-        `kept`, 2×sequences, is what drop path multiplies the two branches of a sequence with. In the last block
+        `kept`, 2×M×1, is what drop path multiplies the two branches of each token with. In the last block
         `wanted` says of each group whether its patches are used at all; where they are not, nothing is computed of
         them but what others read.
         """
         mixed = self.attn(y, groups)
         if wanted is not None and not all(wanted):
             x, mixed = without_patches(x, groups, wanted), without_patches(mixed, groups, wanted)
-            groups = left(groups, wanted)
-        first, second = (None, None) if kept is None else (for_tokens(part, groups) for part in kept)
+            if kept is not None:
+                kept = torch.stack([without_patches(factor, groups, wanted) for factor in kept])
+        first, second = (None, None) if kept is None else kept
         x, y = _add(x, self.ls1(self.attn.proj(mixed)), first, self.norm2)
         return _add(x, self.ls2(self.mlp(y)), second, following)
 

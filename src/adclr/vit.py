@@ -24,6 +24,7 @@ from adclr.blocks import (
     again_block,
     by_group,
     clear_queries,
+    for_tokens,
     lean_block,
     left,
     run_block,
@@ -268,12 +269,14 @@ class VisionTransformer(nn.Module):
         x = to_stream(torch.cat([x.flatten(0, 1) for x, _ in started]))
         if kept is None:
             kept = self._kept(sum(group.sequences for group in groups), x.device)
+        # of all blocks at once: block by block these were a hundred small operations of a step
+        factors = [None] * self.depth if kept is None else for_tokens(kept, groups).unbind()
         y = self.first_norm(x)
         for i, (block, following) in enumerate(self._with_norms()):
             last = i == self.depth - 1
             if self._is_first_read_only(i):
                 x = clear_queries(x, groups)
-            x, y = run((block, x, y, groups, following, None if kept is None else kept[i], wanted if last else None))
+            x, y = run((block, x, y, groups, following, factors[i], wanted if last else None))
         groups = left(groups, wanted)
         return [
             self._name(part, group.image, all_of_it)
@@ -316,9 +319,10 @@ class VisionTransformer(nn.Module):
         group = Group(x.shape[0], x.shape[1], num_image)
         x = to_stream(x.flatten(0, 1))
         y = self.first_norm(x)
+        factors = [None] * self.depth if kept is None else for_tokens(kept, (group,)).unbind()
         found = {}
         for i, (block, following) in enumerate(self._with_norms()):
-            x, y = run((block, x, y, (group,), following, None if kept is None else kept[i], None))
+            x, y = run((block, x, y, (group,), following, factors[i], None))
             if i in chosen:
                 seen = y if norm and following is self.norm else self.norm(x) if norm else x
                 found[i] = self._name(seen.unflatten(0, group[:2]), num_image)
@@ -336,16 +340,17 @@ class VisionTransformer(nn.Module):
         back, count = order.argsort(), grid[0] * grid[1]
         x = to_stream(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         y = self.first_norm(x)
+        whole = (Group(batch, count, count),)
+        factors = [None] * self.depth if kept is None else for_tokens(kept, whole).unbind()
         found = {}
         for i, (block, following) in enumerate(self._with_norms()):
-            factor = None if kept is None else kept[i]
+            factor = factors[i]
             if i in layers:
-                x, y = run((block, x, y, (Group(batch, count, count),), following, factor, None))
+                x, y = run((block, x, y, whole, following, factor, None))
                 found[i] = (self.norm(x) if norm else x).unflatten(0, (batch, count))
             else:
-                if factor is not None:
-                    factor = torch.cat([factor.repeat_interleave(w.sequences // batch, dim=1) for w in windows], dim=1)
-                x, y = run((block, x[order], y[order], windows, following, factor, None))
+                here = None if factor is None else factor[:, order]
+                x, y = run((block, x[order], y[order], windows, following, here, None))
                 x, y = x[back], y[back]
         return [found[layer] for layer in layers]
 
