@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from adclr import __version__
+from adclr.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
 PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
@@ -25,7 +26,7 @@ WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can b
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"adclr: {message}; {self.prog} --help says more", file=sys.stderr)
+        print(f"adclr: {printable(message)}; {self.prog} --help says more", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -198,13 +199,14 @@ def _main(arguments: list[str]) -> None:
         commands |= {"explore": _explore, "study": _study}
         commands[options.command](options, words)
     except UserError as error:
-        print(f"adclr: {error}", file=sys.stderr)
+        print(f"adclr: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder that went away: the system's sentence says it
         then = "the same command goes on from the last checkpoint, which is whole" if _saved(options) else "try again"
-        print(f"adclr: {error.filename or 'a file'}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
+        name = printable(str(error.filename or "a file"))
+        print(f"adclr: {name}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if options.command in ("embed", "study"):
@@ -258,7 +260,7 @@ def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
         replay.run(launched, options.replay)
         return
     for reason in launched.reasons:
-        print(reason, flush=True)
+        print(printable(reason), flush=True)
     from adclr import training
 
     training.run(launched)

@@ -25,6 +25,7 @@ from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_atomically, write_json
 from adclr.settings import Data
 from adclr.sources import Source
+from adclr.text import printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
@@ -186,7 +187,7 @@ def describe(report: dict[str, Any]) -> str:
             lines.append(f"  {name:>10}  {'█' * max(1, round(40 * count / most))} {count}")
     for name, examples in report["troubles"].items():
         if examples:
-            lines += ["", f"{name}: {len(examples)}", *(f"  {example}" for example in examples[:LISTED])]
+            lines += ["", f"{name}: {len(examples)}", *(f"  {printable(example)}" for example in examples[:LISTED])]
             if len(examples) > LISTED:
                 lines.append(f"  and {len(examples) - LISTED} more")
     return "\n".join([*lines, "", "advice:", *(f"  {line}" for line in report["advice"])])

@@ -24,6 +24,7 @@ from adclr.plan_text import describe, size
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
+from adclr.text import printable_lines
 from adclr.workers import Workers
 
 # The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
@@ -94,7 +95,7 @@ def run(
     filled = sample.bytes if sample and sample.place == "gpu" else 0.0
     device = _stated(settings, local, num_gpus, gpu, filled) if gpu else _measured(settings, local, num_gpus, filled)
     plan = _report(settings, source, count, num_gpus, device, sample, out)
-    print("\n".join([*reasons, *describe(plan)]))
+    print(printable_lines("\n".join([*reasons, *describe(plan)])))
     if file is not None:
         facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance()}
         write_json(file, plan | {"reasons": reasons} | facts)

@@ -21,6 +21,7 @@ from adclr.config import UserError
 from adclr.draws import Words, key_of
 from adclr.listing import Facts, Listing, fact
 from adclr.progress import Tally
+from adclr.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 TOLD = 1000  # images after which progress is told, also within one folder
@@ -167,7 +168,7 @@ def read_file(path: str) -> bytes:
 
 def fail(error: Exception, source: Source, index: int) -> NoReturn:
     """Passes on what came up in reading an item and is not the item's fault, with its name."""
-    name = f"{source.paths[index]} of {source.root}"
+    name = printable(f"{source.paths[index]} of {source.root}")
     if isinstance(error, UserError):
         raise error
     if isinstance(error, MemoryError):

@@ -27,6 +27,7 @@ from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Side
 from adclr.sources import SUFFIXES, Files, Source
+from adclr.text import printable
 from adclr.weights import Weights
 
 ON_SHEET = 24  # images at most on the sheet of all
@@ -147,7 +148,7 @@ def gather(source: Source, weights: Weights, settings: Look) -> list[Seen]:
         try:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError) as error:
-            print(f"skipped {source.paths[index]}: {error}", file=sys.stderr)
+            print(printable(f"skipped {source.paths[index]}: {error}"), file=sys.stderr)
             continue
         seen.append(looking.see(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index)))
     if not seen:

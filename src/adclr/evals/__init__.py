@@ -19,6 +19,7 @@ from adclr import config
 from adclr.config import UserError
 from adclr.parts import readable
 from adclr.runs import check_writable, provenance, write_json
+from adclr.text import printable_lines
 
 NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
 
@@ -70,7 +71,7 @@ def score(name: str, settings: Any, out: Path | None, say: bool = False) -> dict
         if distributed.is_main():
             seconds = round(time.monotonic() - started, 1)
             if say:
-                print(f"{told(scores)}\n{seconds:.0f} seconds")
+                print(f"{printable_lines(told(scores))}\n{seconds:.0f} seconds")
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
                 write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})

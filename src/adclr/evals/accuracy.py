@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from adclr import distributed
+from adclr.fonts import lettering
 from adclr.pictures import viridis
 from adclr.runs import write_atomically
 
@@ -22,6 +23,7 @@ TOLD = 100  # classes up to which its counts are given as numbers too
 NAMED = 64  # classes up to which the picture has names
 SIDE = 960  # pixels of the picture's matrix, about
 LETTERS = 24  # of a name that are drawn
+MARGIN = 320  # pixels at most for names
 
 
 def accuracies(
@@ -64,18 +66,18 @@ def draw(path: Path, counts: Counts, classes: list[str]) -> None:
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     cell = max(1, SIDE // len(classes))
     matrix = Image.fromarray(viridis(shares)).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
-    font = ImageFont.load_default(size=max(8, min(16, cell - 2)))
-    names = [name if len(name) <= LETTERS else name[: LETTERS - 1] + "…" for name in classes]
+    short = (name if len(name) <= LETTERS else name[: LETTERS - 1] + "…" for name in classes)
+    names = [lettering(name, max(8, min(16, cell - 2))) for name in short]
     margin = 8
     if len(classes) <= NAMED:
-        margin += max(int(font.getlength(name)) for name in names)
+        margin += min(MARGIN, max(int(font.getlength(name)) for name, font in names))
     sheet = Image.new("RGB", (matrix.width + margin + 8, matrix.height + margin + 8), "white")
     sheet.paste(matrix, (margin, margin))
     if len(classes) <= NAMED:
         pen = ImageDraw.Draw(sheet)
         across = Image.new("RGB", (margin, matrix.height), "white")  # the names of the columns, before they are turned
         side = ImageDraw.Draw(across)
-        for number, name in enumerate(names):
+        for number, (name, font) in enumerate(names):
             middle = round((number + 0.5) * cell)
             pen.text((margin - 4, margin + middle), name, fill="black", font=font, anchor="rm")
             side.text((4, middle), name, fill="black", font=font, anchor="lm")

@@ -15,6 +15,7 @@ from adclr.study import figure, table
 from adclr.study.conduct import Place, carry_out, gpus, todo
 from adclr.study.outline import SCENES, Cell, Study, name_of, read
 from adclr.study.results import Results
+from adclr.text import printable, printable_lines
 
 NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score
 
@@ -32,7 +33,8 @@ def run(
     kept = Results(results if results is not None else file.parent / "results")
     check_writable(kept.folder)
     missing = [cell for cell in study.cells if not kept.complete(study, cell)]
-    print(f"{study.outline.title}: {len(study.cells)} runs, {len(study.cells) - len(missing)} of them done", flush=True)
+    title, done = printable(study.outline.title), len(study.cells) - len(missing)
+    print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
     folders = _folders(study, data)
     place = Place(out, folders, ())
     possible = [cell for cell in missing if todo(study, cell, kept, place) is not None]
@@ -112,5 +114,5 @@ def _write(study: Study, kept: Results) -> Path:
     text = table.page(study, kept, rows, f"{stem}.svg" if drawn is not None else None)
     write_atomically(kept.folder / f"{stem}.md", text.encode())
     write_json(kept.folder / f"{stem}.json", table.numbers(rows, study.outline.control))
-    print(f"\n{text}\nwritten to {kept.folder / f'{stem}.md'}")
+    print(f"\n{printable_lines(text)}\nwritten to {kept.folder / f'{stem}.md'}")
     return kept.folder / f"{stem}.md"

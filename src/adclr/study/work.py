@@ -19,6 +19,7 @@ from adclr.runs import Run, read_json
 from adclr.settings import Settings
 from adclr.study import results
 from adclr.study.outline import Evaluation
+from adclr.text import printable
 from adclr.weights import save_backbone
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     try:
         work(read_json(Path(sys.argv[1])))
     except UserError as error:
-        print(f"adclr: {error}", file=sys.stderr)
+        print(f"adclr: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
