@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from adclr import outputs
 from adclr.decode import Pixels
 from adclr.fonts import Font, Lettering, lettering
 from adclr.looking import Box, Floats, centres, enlarged
@@ -203,10 +203,8 @@ def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:
     return [cells[start : start + columns] for start in range(0, len(cells), columns)]
 
 
-def save(path: Path, image: Image.Image) -> None:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue(), durable=False)
+def save(path: Path, image: Image.Image, command: str) -> None:
+    write_atomically(path, outputs.png(image, command), durable=False)
 
 
 # -- two images --

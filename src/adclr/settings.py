@@ -49,6 +49,11 @@ class Data(Section):
     mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
     std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="deviation of each channel, of 1")
     allow_changed: bool = Field(False, description="resume although the collection is not what it was")
+    check: Literal["time", "content"] = Field(
+        "time",
+        description="what tells on resuming that an image was replaced: its size and time of modification, or its "
+        "content, for which every image is read at each start",
+    )
 
 
 class Views(Section):

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from adclr import looking, pictures
+from adclr import looking, outputs, pictures
 from adclr.collection import open_source
 from adclr.config import Count, Device, Ratio, Section, Share, UserError
 from adclr.decode import Unreadable
@@ -88,6 +88,10 @@ class Match(Look):
 
 
 Save = Callable[[str, Image.Image], None]
+# files of all images, by the name of the picture
+SHEETS = {name: (f"{name}.png",) for name in ("attention", "pca", "match")} | {
+    "queries": ("queries.png", "queries_across.png")
+}
 
 
 @dataclass(frozen=True)
@@ -98,27 +102,35 @@ class Drawn:
     less: str = ""  # what is not on the sheets
 
 
-def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Look) -> dict[str, Any]:
+def run(
+    name: str, weights: str, images: Sequence[str], out: Path, settings: Look, overwrite: bool = False
+) -> dict[str, Any]:
     """Draws; writes a picture of each image, a sheet of all and NAME.json to `out`; returns what that holds."""
     check_writable(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
-    source, loaded = open_images(images), looking.load(weights, choose(settings.device))
+    record = out / f"{name}.json"
+    outputs.check("visualize", [record, *(out / file for file in SHEETS[name])], overwrite, record)
+    source = open_images(images)
+    outputs.check_apart(out, source)
+    loaded = looking.load(weights, choose(settings.device))
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
     seen = gather(source, loaded, settings)
+    files = [out / file_name(number, one, name) for number, one in enumerate(seen)]
+    outputs.check("visualize", files, overwrite, record)
     made: list[str] = []
 
     def save(file: str, picture: Image.Image) -> None:
-        pictures.save(out / file, picture)
+        pictures.save(out / file, picture, "visualize")
         made.append(file)
 
     drawn = DRAW[name][1](loaded, seen, settings, save)
     for file, picture in drawn.sheets.items():
-        pictures.save(out / file, picture)
+        pictures.save(out / file, picture, "visualize")
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **drawn.about, "images": drawn.rows}
-    write_json(out / f"{name}.json", report | {"provenance": provenance()})
+    write_json(record, report | {"provenance": provenance() | outputs.signature("visualize")})
     print(f"written to {out}: {', '.join(drawn.sheets)}, {len(made)} single pictures, {name}.json")
     if drawn.less:
         print(drawn.less)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from adclr import distributed
+from adclr import distributed, outputs
 from adclr.fonts import lettering
 from adclr.pictures import viridis
 from adclr.runs import write_atomically
@@ -82,6 +81,4 @@ def draw(path: Path, counts: Counts, classes: list[str]) -> None:
             pen.text((margin - 4, margin + middle), name, fill="black", font=font, anchor="rm")
             side.text((4, middle), name, fill="black", font=font, anchor="lm")
         sheet.paste(across.rotate(90, expand=True), (margin, 0))
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, outputs.png(sheet, "evaluate"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import colorsys
-import io
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from adclr import distributed
+from adclr import distributed, outputs
 from adclr.evals.frames import Frames
 from adclr.fonts import lettering
 from adclr.runs import write_atomically
@@ -98,6 +97,4 @@ def _shrunk(pixels: NDArray[np.uint8]) -> Image.Image:
 
 
 def save_png(sheet: Image.Image, place: Path) -> None:
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    write_atomically(place.with_name(place.name + ".png"), buffer.getvalue())
+    write_atomically(place.with_name(place.name + ".png"), outputs.png(sheet, "evaluate"))

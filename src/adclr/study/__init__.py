@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adclr import scenes
+from adclr import outputs, scenes
 from adclr.config import UserError
 from adclr.runs import check_writable, write_atomically, write_json
 from adclr.study import figure, table
@@ -27,11 +27,15 @@ def run(
     data: Mapping[str, Any],
     minutes: float | None = None,
     at_once: int = 1,  # on each GPU
+    overwrite: bool = False,  # pages of the same name that no study wrote
 ) -> Path:
     """Runs what is missing and has its data at hand, and writes the page; without data of what is there already."""
     study = read(file)
     kept = Results(results if results is not None else file.parent / "results")
     check_writable(kept.folder)
+    page, *others = (kept.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
+    remedy = "choose another --results, or say --overwrite to replace it"
+    outputs.check("study", [page, *others], overwrite, record=page, remedy=remedy)
     missing = [cell for cell in study.cells if not kept.complete(study, cell)]
     title, done = printable(study.outline.title), len(study.cells) - len(missing)
     print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
