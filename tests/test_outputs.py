@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr import cli, demo, outputs
+from adclr import cli, demo, manifest, outputs
 from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.runs import Run
@@ -230,6 +230,23 @@ def test_an_export_does_not_move_into_a_folder_of_the_user(weights: Path, tmp_pa
         "backbone.safetensors",
         "export.json",
     ]
+
+
+def test_an_export_replaces_neither_an_added_file_nor_one_outside(weights: Path, tmp_path: Path) -> None:
+    out, victim = tmp_path / "made", tmp_path / "victim.txt"
+    package.export(weights, "safetensors", out)
+    (out / "config.json").write_text("mine")  # which only another format has
+    with pytest.raises(UserError, match=r"config\.json was not written by adclr export"):
+        package.export(weights, "timm", out)
+    assert (out / "config.json").read_text() == "mine"
+    assert not list(tmp_path.glob(".*"))
+    victim.write_text("outside")
+    record = json.loads((out / "export.json").read_text())
+    record["files"]["../victim.txt"] = manifest.facts(victim)  # in a folder that somebody gave away
+    (out / "export.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="was not written by adclr export"):
+        package.export(weights, "safetensors", out)
+    assert victim.exists()
 
 
 # -- the demo --

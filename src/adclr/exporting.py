@@ -43,7 +43,7 @@ def export(
         raise UserError(f"there is no export to {to!r}; choose {', '.join(WRITERS)}")
     place = Path(os.path.abspath(out))
     check_writable(place)
-    before = {} if overwrite else _check_output(place, Path(out))
+    before = None if overwrite else _check_output(place, Path(out))
     if to == "onnx":
         portable.check_installed()
     found = load_weights(weights, partial, input_size)
@@ -76,41 +76,48 @@ def export(
     return place
 
 
-def _check_output(place: Path, out: Path) -> dict[str, Any]:
+def _check_output(folder: Path, out: Path) -> dict[str, Any]:
     """Returns the files of the export that is in a folder; refuses whatever else is there."""
-    if not place.exists():
+    if not folder.exists():
         return {}
-    if not place.is_dir():
+    if not folder.is_dir():
         raise UserError(f"{out} is a file; give the name of a folder")
-    if not any(place.iterdir()):
+    if not any(folder.iterdir()):
         return {}
-    record = place / RECORD
+    record = folder / RECORD
     try:
         files = read_json(record)["files"]
-        listed = outputs.author(record) == "export" and isinstance(files, dict)
-    except (UserError, TypeError, KeyError):
+        listed = outputs.author(record) == "export" and all(name == os.path.basename(name) for name in files)
+    except (UserError, TypeError, KeyError, AttributeError):
         listed = False
     if not listed:
         raise UserError(f"{out} was not written by adclr export; {outputs.REMEDY}")
     for name, known in files.items():
-        if os.path.lexists(place / name) and manifest.facts(place / name) != known:
+        if os.path.lexists(folder / name) and manifest.facts(folder / name) != known:
             raise UserError(f"{out}/{name} was changed since adclr export wrote it; {outputs.REMEDY}")
     return dict(files)
 
 
-def _move(temporary: Path, place: Path, before: Mapping[str, Any]) -> None:
-    """Puts a whole export where it belongs: a new folder at once, else file by file, what says what they are last."""
-    if not place.exists():
-        os.rename(temporary, place)
-        sync(place.parent)
+def _move(temporary: Path, folder: Path, before: Mapping[str, Any] | None) -> None:
+    """Puts a whole export where it belongs: a new folder at once, else file by file, what says what they are last.
+
+    `before` are the files of the export that is there, which may be replaced; None: any may.
+    """
+    if not folder.exists():
+        os.rename(temporary, folder)
+        sync(folder.parent)
         return
     names = sorted((path.name for path in temporary.iterdir()), key=lambda name: name == RECORD)
     for name in names:
-        os.replace(temporary / name, place / name)
-    for name in set(before) - set(names):
-        (place / name).unlink(missing_ok=True)
+        own = before is None or name in before or name == RECORD
+        if os.path.lexists(folder / name) and not own:
+            raise UserError(f"{folder / name} was not written by adclr export; {outputs.REMEDY}")
+    for name in names:
+        os.replace(temporary / name, folder / name)
+    for name in set(before or ()) - set(names):
+        (folder / name).unlink(missing_ok=True)
     temporary.rmdir()
-    sync(place)
+    sync(folder)
 
 
 def check(vit: VisionTransformer, made: Made) -> list[str]:

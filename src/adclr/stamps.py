@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -45,8 +45,8 @@ class Stamps:
 
     def digests(self) -> dict[str, str]:
         """Returns one hash of all sizes and times, and one of all contents if they were read."""
-        found = {"time": _digest(np.stack([self.sizes, self.times]))}
-        return found if self.contents is None else found | {"content": _digest(self.contents)}
+        hashes = {"time": _digest(np.stack([self.sizes, self.times]))}
+        return hashes if self.contents is None else hashes | {"content": _digest(self.contents)}
 
     def save(self, path: Path, keys: Words) -> None:
         """Writes them to an .npz file in the order of the images' keys, whole or not at all."""
@@ -113,11 +113,6 @@ def replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
     if other_time.all():
         other_time[:] = False
     return np.flatnonzero((before.sizes != now.sizes) | other_time)
-
-
-def same(stored: Mapping[str, Any], now: Mapping[str, str], check: Check) -> bool:
-    """Returns whether digests of images are those that were stored."""
-    return stored.get(check) == now[check]
 
 
 def _each(function: Callable[[int], Any], count: int, num_threads: int, name: str = "") -> list[Any]:

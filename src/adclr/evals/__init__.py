@@ -35,7 +35,8 @@ WRITES: dict[str, tuple[str, ...]] = {
     "video": (PICTURE,),
     "detection": (PICTURE, FOLDER),
 }
-# folders of a data set that are searched for images; without any of them it is all searched
+# folders of a data set that are searched for images; a labelled folder without any of them is all searched
+LABELLED = ("knn", "linear", "finetune", "transfer")
 SEARCHED = ("train", "val", "images", "labels", "annotations", "JPEGImages", "Annotations")
 NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
 
@@ -115,7 +116,8 @@ def _check_output(name: str, settings: Any, out: Path, place: Path, overwrite: b
     for data in settings.data if isinstance(settings.data, tuple) else (settings.data,):
         root = data if os.path.isdir(data) else data.partition(":")[2]
         folders = [folder for part in SEARCHED if os.path.isdir(folder := os.path.join(root, part))]
-        if writes and root and is_searched(out.parent, folders or [root]):
+        folders = folders or [root] * (name in LABELLED)
+        if writes and root and is_searched(out.parent, folders):
             raise UserError(
                 f"{out} lies in the collection {root}, where pictures would be taken for images; choose another --out"
             )

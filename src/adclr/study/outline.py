@@ -186,9 +186,9 @@ def locate(place: str, folders: Mapping[str, Path]) -> str:
 
 
 def folder_of(place: str, folders: Mapping[str, Path]) -> Path:
-    """Where the data lies, without its kind."""
-    found = _parts(place)
-    return Path(f"{folders[found['name']]}{found['below']}")
+    """Returns where the data lies, without its kind."""
+    parts = _parts(place)
+    return Path(f"{folders[parts['name']]}{parts['below']}")
 
 
 def read(file: Path) -> Study:
