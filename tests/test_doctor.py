@@ -75,7 +75,7 @@ def test_every_trouble_is_found(ward: Path, tmp_path: Path, adclr: Adclr) -> Non
     assert "1 images have more than 8 bits" in advice
     assert "1 files are copies" in advice
     text = (tmp_path / "report" / "doctor.txt").read_text()
-    assert text.strip() in done.stdout
+    assert text.removesuffix("\n\nwritten by adclr doctor\n") in done.stdout
     for word in ("30 images", "duplicates: 1", "twin.jpg", "median", "█", "advice:"):
         assert word in text
     with Image.open(tmp_path / "report" / "contact_sheet.png") as sheet:

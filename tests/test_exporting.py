@@ -238,7 +238,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     before = names()
     with pytest.raises(UserError, match="there is no export to 'tflite'; choose timm, huggingface, onnx, safetensors"):
         export(run, "tflite", tmp_path / "new" / "out")
-    with pytest.raises(UserError, match="is there already; choose another"):
+    with pytest.raises(UserError, match="run was not written by adclr export; choose another"):
         export(run, "timm", run)
     with pytest.raises(UserError, match=r"for .* is a file; choose another place"):
         export(run, "timm", run / "backbone.json" / "out")
@@ -322,7 +322,8 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
     facts = json.loads((out / "export.json").read_text())
     assert facts["weights"]["layout"] == "ADCLR"
     assert facts["provenance"]["adclr"] == package.__version__
-    refused(adclr("export", run, "--to", "timm", "--out", out), "is there already")
+    (out / "README.md").write_text("# My own card\n")
+    refused(adclr("export", run, "--to", "timm", "--out", out), "README.md was changed since adclr export wrote it")
     refused(adclr("export", run, "--to", "timm", "--out", tmp_path / "b", "epochs=3"), "takes no settings")
     # an unfinished run: its latest teacher
     (run / "backbone.safetensors").unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 import adclr
 
 SOURCE = Path(adclr.__file__).parent
-GROUND = {"config", "settings", "runs", "progress", "draws", "boxes", "distributed", "memory"}
+GROUND = {"config", "settings", "runs", "progress", "draws", "boxes", "distributed", "memory", "text"}
 METHOD = {"attention", "norm", "mlp", "blocks", "vit", "heads", "losses", "fused", "method"}
 METHOD |= {"gpu_code", "attention_kernels", "norm_kernels", "mlp_kernels", "fused_kernels", "trial_kernels"}
 

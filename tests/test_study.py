@@ -177,7 +177,10 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
     assert len({cell.key for cell in found.cells}) == len(found.cells)
     scores = {"knn": {"knn_top1_k20"}, "linear": {"linear_top1"}, "finetune": {"finetune_top1"}}
     scores |= {"incontext": {"incontext_miou"}, "segmentation": {"segmentation_miou"}}
-    scores |= {"detection": {"box_ap", "box_ap50", "mask_ap"}, "training": {"rank_cls", "queries_in_cls"}}
+    scores |= {
+        "detection": {"box_ap", "box_ap50", "mask_ap"},
+        "training": {"rank_cls", "rank_patches", "queries_in_cls", "query_image_gap"},
+    }
     for evaluation in found.outline.evaluations.values():  # names that the tests of these evaluations have seen
         assert evaluation.score in scores[evaluation.name]
 

@@ -428,7 +428,8 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     assert for_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
     block = vit.blocks[0]
     x = torch.randn(8, 48)
-    dropped, normed = block(x, vit.first_norm(x), groups, vit.norm, torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]))
+    factors = for_tokens(torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]), groups)
+    dropped, normed = block(x, vit.first_norm(x), groups, vit.norm, factors)
     assert torch.equal(dropped[:3], x[:3])
     assert not torch.isclose(dropped[3:], x[3:]).any(dim=1).all()
     half = x + 2 * block.ls1(block.attn.proj(block.attn(block.norm1(x), groups)))  # type: ignore[operator, union-attr]

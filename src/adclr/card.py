@@ -14,6 +14,7 @@ from adclr import config
 from adclr.config import UserError
 from adclr.runs import Run, read_json
 from adclr.settings import Settings
+from adclr.text import printable
 from adclr.weights import RESAMPLED, Weights
 
 HEADER = """---
@@ -179,4 +180,4 @@ def _table(rows: Mapping[str, object]) -> str:
 
 
 def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return printable(" ".join(str(value).split()).replace("|", "\\|"))

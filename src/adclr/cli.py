@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from adclr import __version__
+from adclr.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
 PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
+CHECK = "how a replaced image is noticed: by size and time of modification (default), or content; see check below"
+OVERWRITE = "replace files that this command did not write; without it they are refused"
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"adclr: {message}; {self.prog} --help says more", file=sys.stderr)
+        print(f"adclr: {printable(message)}; {self.prog} --help says more", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -76,6 +79,7 @@ def parser() -> Parser:
     pretrain.add_argument(
         "--replay", type=_count, metavar="STEP", help="do a step of the run in --out again: what in it is not finite?"
     )
+    pretrain.add_argument("--check", choices=("time", "content"), help=CHECK)
     pretrain.add_argument("--list-recipes", action="store_true", help="list the recipes and stop")
     pretrain.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -100,6 +104,7 @@ def parser() -> Parser:
     embed.add_argument("images", nargs="?", metavar="IMAGES", help="folder, .txt list, .tar shards or hf:PATH")
     embed.add_argument("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
     embed.add_argument("--partial", action="store_true", help=PARTIAL)
+    embed.add_argument("--check", choices=("time", "content"), help=CHECK)
     embed.add_argument("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
     embed.add_argument("-h", "--help", action="store_true", help="this, and every setting with its default")
 
@@ -163,6 +168,8 @@ def parser() -> Parser:
     parsers = {"demo": demo, "pretrain": pretrain, "evaluate": evaluate, "doctor": doctor, "plan": plan}
     parsers |= {"embed": embed, "export": export, "visualize": visualize, "report": report, "explore": explore}
     parsers |= {"study": study}
+    for command in (demo, evaluate, embed, doctor, plan, export, visualize, report, study):
+        command.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     main.set_defaults(parsers=parsers)
     return main
 
@@ -198,13 +205,14 @@ def _main(arguments: list[str]) -> None:
         commands |= {"explore": _explore, "study": _study}
         commands[options.command](options, words)
     except UserError as error:
-        print(f"adclr: {error}", file=sys.stderr)
+        print(f"adclr: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder that went away: the system's sentence says it
         then = "the same command goes on from the last checkpoint, which is whole" if _saved(options) else "try again"
-        print(f"adclr: {error.filename or 'a file'}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
+        name = printable(str(error.filename or "a file"))
+        print(f"adclr: {name}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if options.command in ("embed", "study"):
@@ -249,16 +257,16 @@ def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["pretrain"].error("no output directory was named; give --out RUN")
     from adclr import launch
 
-    launched = launch.prepare(
-        options.data, options.out, options.recipe, config.parse_words(words), bool(options.resume or options.replay)
-    )
+    values = config.parse_words(words) | ({"data.check": options.check} if options.check else {})
+    resume = bool(options.resume or options.replay)
+    launched = launch.prepare(options.data, options.out, options.recipe, values, resume)
     if options.replay is not None:
         from adclr import replay
 
         replay.run(launched, options.replay)
         return
     for reason in launched.reasons:
-        print(reason, flush=True)
+        print(printable(reason), flush=True)
     from adclr import training
 
     training.run(launched)
@@ -283,7 +291,7 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
     values |= {key: value for key in ("weights", "from_scratch", "partial") if (value := getattr(options, key))}
     settings = config.build(chosen.Settings, evals.recipe_of(options.name, options.recipe), values)
     out = Path(options.out) if options.out else evals.file_of(options.name, settings)
-    evals.score(options.name, settings, out, say=True)
+    evals.score(options.name, settings, out, say=True, overwrite=options.overwrite)
 
 
 def _embed(options: argparse.Namespace, words: list[str]) -> None:
@@ -296,8 +304,10 @@ def _embed(options: argparse.Namespace, words: list[str]) -> None:
     for name, what in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
         if not getattr(options, name):
             options.parsers["embed"].error(f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
-    settings = config.build(embedding.Settings, config.parse_words(words))
-    embedding.run(options.weights, options.images, Path(options.out), options.dense, settings, options.partial)
+    values = {"check": options.check} if options.check else {}
+    settings = config.build(embedding.Settings, config.parse_words(words), values)
+    out = Path(options.out)
+    embedding.run(options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:
@@ -309,7 +319,8 @@ def _doctor(options: argparse.Namespace, words: list[str]) -> None:
         return
     if not options.data:
         options.parsers["doctor"].error("no images were named; give the folder that holds them")
-    doctor.run(options.data, Path(options.out), config.build(doctor.Settings, config.parse_words(words)))
+    settings = config.build(doctor.Settings, config.parse_words(words))
+    doctor.run(options.data, Path(options.out), settings, options.overwrite)
 
 
 def _plan(options: argparse.Namespace, words: list[str]) -> None:
@@ -326,7 +337,8 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     gpu = gpus.find(options.gpu, options.gpu_memory, options.gpu_tflops)
     out, file = (Path(name) if name else None for name in (options.out, options.json))
     values = config.parse_words(words)
-    planning.run(options.data, options.images, options.recipe, values, gpu, options.gpus, out, file)
+    words_of = (options.data, options.images, options.recipe, values)
+    planning.run(*words_of, gpu, options.gpus, out, file, options.overwrite)
 
 
 def _export(options: argparse.Namespace, words: list[str]) -> None:
@@ -334,7 +346,7 @@ def _export(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["export"].error(f"an export takes no settings, but was given {words[0]}")
     from adclr.exporting import export
 
-    export(options.weights, options.to, options.out, options.partial, options.input_size)
+    export(options.weights, options.to, options.out, options.partial, options.input_size, options.overwrite)
 
 
 def _visualize(options: argparse.Namespace, words: list[str]) -> None:
@@ -350,7 +362,7 @@ def _visualize(options: argparse.Namespace, words: list[str]) -> None:
     if not options.images:
         options.parsers["visualize"].error("weights and images are both needed; write W and then the images")
     settings = config.build(visualize.DRAW[options.name][0], config.parse_words(words))
-    visualize.run(options.name, options.weights, options.images, Path(options.out), settings)
+    visualize.run(options.name, options.weights, options.images, Path(options.out), settings, options.overwrite)
 
 
 def _report(options: argparse.Namespace, words: list[str]) -> None:
@@ -358,14 +370,16 @@ def _report(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["report"].error(f"a report takes no settings, but was given {words[0]}")
     from adclr import report
 
-    print(f"written to {report.run(options.runs, Path(options.out) if options.out else None)}")
+    out = Path(options.out) if options.out else None
+    print(f"written to {report.run(options.runs, out, options.overwrite)}")
 
 
 def _study(options: argparse.Namespace, words: list[str]) -> None:
     from adclr import config, study
 
     results, data = Path(options.results) if options.results else None, config.parse_words(words)
-    study.run(Path(options.file), Path(options.out), results, data, options.minutes, options.at_once)
+    out = Path(options.out)
+    study.run(Path(options.file), out, results, data, options.minutes, options.at_once, options.overwrite)
 
 
 def _explore(options: argparse.Namespace, words: list[str]) -> None:
@@ -389,4 +403,4 @@ def _demo(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["demo"].error(f"the demo takes no settings, but was given {words[0]}")
     from adclr import demo
 
-    demo.run(Path(options.out), options.seed)
+    demo.run(Path(options.out), options.seed, options.overwrite)

@@ -25,6 +25,7 @@ from adclr.decode import Decoder, Unreadable, size_of
 from adclr.memory import cpu_count
 from adclr.progress import track
 from adclr.sources import Items, read_file
+from adclr.text import printable
 
 NAMED = 3  # offenders that a message names
 OUTSIDE = 1.0  # pixels that a box may reach over the edge, by rounding
@@ -175,7 +176,7 @@ def _assemble(root: Path, file: Path, split: str, found: dict[str, Any], drop_ba
     if not drop_bad:
         _refuse(problems, "mend them, or set drop_bad=true to leave them out")
     elif problems:
-        print(f"{len(problems)} objects of {file} are left out, first: {problems[0]}")
+        print(printable(f"{len(problems)} objects of {file} are left out, first: {problems[0]}"))
     own = [objects[place] for place in range(len(rows))]
     return Instances(Photos(folder, names), sizes, numbers, own, [n for _, n in categories], [c for c, _ in categories])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from adclr import launch, looking, pictures, scenes, training, visualize
+from adclr import launch, looking, outputs, pictures, scenes, training, visualize
 from adclr.config import UserError
 from adclr.looking import Box
 from adclr.pictures import Cell
@@ -23,18 +23,28 @@ from adclr.weights import Weights, load_weights
 SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety of kinds
 
 
-def run(out: Path, seed: int) -> None:
-    """Everything lies in `out`; a second time goes on from where the first stopped."""
+def run(out: Path, seed: int, overwrite: bool = False) -> None:
+    """Everything lies in `out`; a second time goes on from where the first stopped.
+
+    With `overwrite`, `out` may hold other files, which stay, and a demo of another seed is made anew.
+    """
     started = time.monotonic()
     images, half, folder, picture = out / "scenes", out / ".scenes.tmp", out / "run", out / "attention.png"
     check_writable(out)
-    if os.path.exists(out) and (
-        not out.is_dir() or any(path not in (images, half, folder, picture) for path in out.iterdir())
-    ):
-        raise UserError(f"{out} holds something else; choose another --out")
     note = images / "seed.txt"
-    if images.exists() and (not note.exists() or note.read_text().strip() != str(seed)):
-        raise UserError(f"{images} was rendered from another seed; choose another --out")
+    own = note.exists()  # version 0.1 put nothing into the picture
+    outputs.check("demo", () if own else [picture], overwrite)
+    if os.path.exists(out) and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
+    if out.is_dir() and not overwrite and any(path not in (images, half, folder, picture) for path in out.iterdir()):
+        raise UserError(f"{out} holds something else; choose another --out, or say --overwrite to leave it there")
+    if images.exists() and not own:
+        raise UserError(f"{images} was not rendered by adclr demo; choose another --out")
+    if own and note.read_text().strip() != str(seed):
+        if not overwrite:
+            raise UserError(f"{images} was rendered from another seed; choose another --out, or say --overwrite")
+        for path in (folder, images):
+            shutil.rmtree(path, ignore_errors=True)
     if not images.exists():
         print(f"rendering {NUM_TRAIN} + {NUM_VAL} scenes of {SIZE} pixels into {images}", flush=True)
         shutil.rmtree(half, ignore_errors=True)
@@ -46,7 +56,7 @@ def run(out: Path, seed: int) -> None:
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
-    pictures.save(picture, draw(load_weights(folder), shown))
+    pictures.save(picture, draw(load_weights(folder), shown), "demo")
     print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
     print(f"the run:     {folder}")
     print(f"the weights: {folder}/backbone.safetensors")

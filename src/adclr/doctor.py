@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from adclr import auto
+from adclr import auto, outputs
 from adclr.collection import open_source
 from adclr.config import Count, Section, UserError
 from adclr.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
@@ -29,6 +29,7 @@ from adclr.runs import check_writable, provenance, write_atomically, write_json
 from adclr.settings import Data
 from adclr.shards import TarShards
 from adclr.sources import Source, reason_of
+from adclr.text import printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
@@ -299,7 +300,7 @@ def describe(report: dict[str, Any]) -> str:
             lines.append(f"  {name:>10}  {'█' * max(1, round(40 * count / most))} {count}")
     for name, examples in report["troubles"].items():
         if examples:
-            lines += ["", f"{name}: {len(examples)}", *(f"  {example}" for example in examples[:LISTED])]
+            lines += ["", f"{name}: {len(examples)}", *(f"  {printable(example)}" for example in examples[:LISTED])]
             if len(examples) > LISTED:
                 lines.append(f"  and {len(examples) - LISTED} more")
     return "\n".join([*lines, "", "advice:", *(f"  {line}" for line in report["advice"])])
@@ -323,24 +324,25 @@ def contact_sheet(source: Source, found: Sequence[Finding], decoder: Decoder) ->
     return sheet
 
 
-def run(data: str, out: Path, settings: Settings) -> dict[str, Any]:
+def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> dict[str, Any]:
     """Examines a collection; writes doctor.json, doctor.txt and contact_sheet.png to `out`; returns the report."""
     check_writable(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
+    files = [out / name for name in ("doctor.json", "doctor.txt", "contact_sheet.png")]
+    outputs.check("doctor", files, overwrite, record=files[0])
     source = open_source(data, allow_damaged=True)
+    outputs.check_apart(out, source)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
     workers = settings.num_workers or cpu_count()
     found = list(track(examined(source, decoder, workers), "examining", len(source)))
     report = diagnose(str(data), source, found, settings, auto.gpu_bytes("auto"))
     text = describe(report)
     print(text)
-    write_json(out / "doctor.json", report | {"provenance": provenance()})
-    write_atomically(out / "doctor.txt", (text + "\n").encode("utf-8", "backslashreplace"))
     sheet = contact_sheet(source, found, decoder)
+    write_json(files[0], report | {"provenance": provenance() | outputs.signature("doctor")})
+    write_atomically(files[1], f"{text}\n\n{outputs.words('doctor')}\n".encode("utf-8", "backslashreplace"))
     if sheet is not None:
-        buffer = io.BytesIO()
-        sheet.save(buffer, format="PNG")
-        write_atomically(out / "contact_sheet.png", buffer.getvalue())
+        write_atomically(files[2], outputs.png(sheet, "doctor"))
     print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
     return report

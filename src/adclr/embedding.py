@@ -22,16 +22,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr import config, launch
+from adclr import config, launch, outputs, stamps
 from adclr.collection import open_source
 from adclr.config import Count, Device, Section, UserError
 from adclr.devices import autocast_dtype, choose
+from adclr.embedded import Format, PartStamps
 from adclr.images import Alike, Batch, Framing, Images, centre, whole
-from adclr.parts import Format, Parts
+from adclr.parts import Parts
 from adclr.progress import Line
 from adclr.runs import check_writable, provenance
 from adclr.settings import Side
 from adclr.sources import Source
+from adclr.stamps import Check
 from adclr.vit import Input, Tokens
 from adclr.weights import Weights, fingerprint, load_weights
 
@@ -68,6 +70,11 @@ class Settings(Section):
         True,
         description="JPEGs by the decoder that some GPUs have; pixels differ by about 1 of 255 from the CPU's",
     )
+    check: Check = Field(
+        "time",
+        description="what tells that an image has changed since: its size and time of modification, or its content, "
+        "for which every image is read first",
+    )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
@@ -80,13 +87,22 @@ def embed(
     out: str | Path,
     dense: bool = False,
     partial: bool = False,
+    overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """`embed("runs/photos", "photos/", out="features.parquet", vector="both")`: what was written, and how much."""
-    return run(str(weights), str(images), Path(out), dense, config.build(Settings, settings), partial)
+    return run(str(weights), str(images), Path(out), dense, config.build(Settings, settings), partial, overwrite)
 
 
-def run(weights: str, images: str, out: Path, dense: bool, settings: Settings, partial: bool = False) -> dict[str, Any]:
+def run(
+    weights: str,
+    images: str,
+    out: Path,
+    dense: bool,
+    settings: Settings,
+    partial: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
     if launch.processes() > 1:
         raise UserError("features are made by one process; leave out torchrun")
     kind: Format = settings.format if dense else "parquet"
@@ -96,14 +112,20 @@ def run(weights: str, images: str, out: Path, dense: bool, settings: Settings, p
     check_writable(out)
     Parts.check(out, kind)
     source = open_source(images)
+    if out.suffix != ".parquet":
+        outputs.check_apart(out, source)
     device = choose(settings.device)
     found = load_weights(weights, partial)
     network = Network(found, settings, dense, device)
-    parts = Parts(out, kind, len(source), network.part_size(), network.facts() | {"images": _order_of(source)})
+    size, facts = network.part_size(), network.facts() | {"images": _order_of(source)}
+    now = PartStamps.of(stamps.take(source, settings.check, settings.num_workers), size, settings.check)
+    parts = Parts(out, kind, len(source), size, facts, now, overwrite)
     about = parts.finished()
     if about is not None:
         print(f"{out} is finished: {about['rows']} images")
         return about
+    if parts.renewed:
+        print(f"images of {len(parts.renewed)} of {len(now.newest)} parts of {out} have changed; these are made again")
     with parts.open():
         workers, by_gpu = settings.num_workers, settings.gpu_decoding
         reader = Images(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
@@ -173,7 +195,7 @@ class Network:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same where an embedding is gone on with."""
-        free = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision"}
+        free = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check"}
         return self.settings.model_dump(mode="json", exclude=free) | {
             "dense": self.dense,
             "part_size": self.part_size(),

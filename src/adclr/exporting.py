@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from adclr import card, portable
+from adclr import card, manifest, outputs, portable
 from adclr.config import UserError
 from adclr.formats import WRITERS, Made
-from adclr.runs import check_writable, provenance, sync, write_json
+from adclr.runs import check_writable, provenance, read_json, sync, write_json
 from adclr.vit import VisionTransformer
 from adclr.weights import load_weights
 
+RECORD = "export.json"  # what was written and how it was tried
 TOLERANCE = 1e-4  # of the largest output
 
 
@@ -29,14 +32,18 @@ def export(
     out: str | Path,
     partial: bool = False,
     input_size: int | tuple[int, int] | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Writes a W into the folder `out` for another program, and says on stdout what was done."""
+    """Writes a W into the folder `out` for another program, and says on stdout what was done.
+
+    An export that is there already is replaced if nobody has changed its files; with `overwrite` any files of the same
+    names are. Other files in the folder stay.
+    """
     if to not in WRITERS:
         raise UserError(f"there is no export to {to!r}; choose {', '.join(WRITERS)}")
     place = Path(os.path.abspath(out))
     check_writable(place)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError(f"{out} is there already; choose another --out or remove it")
+    before = None if overwrite else _check_output(place, Path(out))
     if to == "onnx":
         portable.check_installed()
     found = load_weights(weights, partial, input_size)
@@ -52,11 +59,11 @@ def export(
         made_by = {name: value for name, value in provenance().items() if name != "command"}
         report = found.report.as_json() | {"source": card.last_part(found.report.source)} if found.report else None
         facts = {"format": to, "checked": checked, "notes": made.notes, "weights": report, "provenance": made_by}
-        write_json(temporary / "export.json", facts)
+        files = {path.name: manifest.facts(path) for path in sorted(temporary.iterdir())}
+        write_json(temporary / RECORD, facts | {"files": files} | outputs.signature("export"))
         for path in temporary.iterdir():
             _sync(path)
-        os.rename(temporary, place)
-        sync(place.parent)
+        _move(temporary, place, before)
     except BaseException as error:
         if isinstance(error, OSError):  # named as the user knows it, not by a folder that is removed
             error.filename = str(error.filename or place).replace(str(temporary), str(place))
@@ -67,8 +74,52 @@ def export(
         raise
     for line in (*made.notes, *checked):
         print(line)
-    print(f"written to {out}: {', '.join(sorted(path.name for path in place.iterdir()))}")
+    print(f"written to {out}: {', '.join(sorted([*files, RECORD]))}")
     return place
+
+
+def _check_output(folder: Path, out: Path) -> dict[str, Any]:
+    """Returns the files of the export that is in a folder; refuses whatever else is there."""
+    if not folder.exists():
+        return {}
+    if not folder.is_dir():
+        raise UserError(f"{out} is a file; give the name of a folder")
+    if not any(folder.iterdir()):
+        return {}
+    record = folder / RECORD
+    try:
+        files = read_json(record)["files"]
+        listed = outputs.author(record) == "export" and all(name == os.path.basename(name) for name in files)
+    except (UserError, TypeError, KeyError, AttributeError):
+        listed = False
+    if not listed:
+        raise UserError(f"{out} was not written by adclr export; {outputs.REMEDY}")
+    for name, known in files.items():
+        if os.path.lexists(folder / name) and manifest.facts(folder / name) != known:
+            raise UserError(f"{out}/{name} was changed since adclr export wrote it; {outputs.REMEDY}")
+    return dict(files)
+
+
+def _move(temporary: Path, folder: Path, before: Mapping[str, Any] | None) -> None:
+    """Puts a whole export where it belongs: a new folder at once, else file by file, what says what they are last.
+
+    `before` are the files of the export that is there, which may be replaced; None: any may.
+    """
+    if not folder.exists():
+        os.rename(temporary, folder)
+        sync(folder.parent)
+        return
+    names = sorted((path.name for path in temporary.iterdir()), key=lambda name: name == RECORD)
+    for name in names:
+        own = before is None or name in before or name == RECORD
+        if os.path.lexists(folder / name) and not own:
+            raise UserError(f"{folder / name} was not written by adclr export; {outputs.REMEDY}")
+    for name in names:
+        os.replace(temporary / name, folder / name)
+    for name in set(before or ()) - set(names):
+        (folder / name).unlink(missing_ok=True)
+    temporary.rmdir()
+    sync(folder)
 
 
 def check(vit: VisionTransformer, made: Made) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from adclr.config import UserError
-from adclr.sources import Items
+from adclr.sources import Items, is_searched
 
 STATE = "state.json"  # which every such data set has
 
@@ -48,6 +49,19 @@ class HuggingFace(Items):
 
     def file(self, index: int) -> str:  # noqa: ARG002
         return str(self.root / STATE)
+
+    @cached_property
+    def files(self) -> tuple[int, int]:
+        """Bytes of all files that hold the rows, and when the last of them was modified (ns)."""
+        statuses = [os.stat(file["filename"]) for file in self.column.cache_files]
+        return sum(s.st_size for s in statuses), max((s.st_mtime_ns for s in statuses), default=0)
+
+    def stamp(self, index: int) -> tuple[int, int]:  # noqa: ARG002
+        """Rows lie in a few files together, so that all have one stamp."""
+        return self.files
+
+    def holds(self, folder: str | Path) -> bool:
+        return is_searched(folder, [self.root])
 
     def lost(self, index: int) -> str | None:
         """Rows lie in a few files together, which are there as long as what describes them."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr import checkpoint, continued, distributed, fit, memory, optim
+from adclr import checkpoint, continued, distributed, fit, launch, memory, optim, stamps
 from adclr.ahead import Ahead
 from adclr.augment import Views, render
 from adclr.config import UserError
@@ -25,6 +25,7 @@ from adclr.nvjpeg import GpuDecoder
 from adclr.runs import Run
 from adclr.settings import Settings
 from adclr.sharding import Sharded
+from adclr.stamps import Stamps
 from adclr.views import Plan, plan
 from adclr.weights import Weights, architecture
 
@@ -74,6 +75,7 @@ class Job:
     micro_batch: int  # images at once in this process
     meter: Meter
     fingerprint: str  # of the collection
+    stamps: Stamps | None  # of its images, in the first process
     init: str | None  # fingerprint of the weights that this start has read, if it has
     sharded: Sharded | None = None
 
@@ -96,8 +98,10 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         state = checkpoint.load(run, method, optimizer)
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
+    data = settings.data
+    now = stamps.take(source, data.check, data.num_workers) if distributed.is_main() else None
     if state is not None:
-        _check_resumable(launched, state)
+        _check_resumable(launched, state, now)
     init = continued.begin(method, settings) if state is None and settings.model.init else None
 
     listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
@@ -133,6 +137,7 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         micro_batch=_micro_batch(settings, state, method, device, dtype),
         meter=Meter(device, settings.train.log_every_steps),
         fingerprint=source.fingerprint(),
+        stamps=now,
         init=init,
     )
 
@@ -155,13 +160,16 @@ def _micro_batch(
     return int(distributed.min_(torch.tensor(float(fitted), device=device)).item())  # the same in every process
 
 
-def _check_resumable(launched: Launch, state: checkpoint.State) -> None:
+def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | None) -> None:
     root, run, settings = launched.source.root, launched.run, launched.settings
     if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
         raise UserError(
             f"{root} does not hold the images that {run.path} was started with; "
             "restore them or set data.allow_changed=true"
         )
+    words = None if now is None or settings.data.allow_changed else launch.replaced(launched, now)
+    if words is not None:
+        raise UserError(f"{words} since {run.path} was started; restore what was there or set data.allow_changed=true")
     steps = len(launched.source) // settings.train.batch_size
     if state.steps_per_epoch != steps:
         raise UserError(

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adclr import auto, config, loggers
+from adclr import auto, config, loggers, outputs, stamps
 from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.runs import Run, check_writable
 from adclr.settings import Settings
 from adclr.sources import Source
+from adclr.stamps import Stamps
 
 INDEX = "index.npz"  # in a run: what was found when the collection was searched
 MOST_WARNINGS = 5  # damaged shards that are named one by one
+STAMPS = "stamps.npz"  # in a run: sizes and times of the images when it was last started
 # What may differ when a run is resumed, because it does not say what is computed but how.
 FREE = (
     "recipe",
@@ -27,6 +29,7 @@ FREE = (
     "data.max_unreadable",
     "data.allow_changed",
     "data.allow_damaged_shards",
+    "data.check",
     "train.device",
     "train.compile",
     "train.checkpoint_activations",
@@ -98,6 +101,8 @@ def prepare(
     loggers.check(settings.train.loggers)
     source = open_source(settings.data.path, run.path / INDEX, settings.data.allow_damaged_shards)
     _warn_of_damage(source)
+    if stored is None:
+        outputs.check_apart(run.path, source)
     reasons = told
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)
@@ -164,6 +169,29 @@ def check_finished(launched: Launch) -> None:
             f"{launched.run.path} is finished and {launched.source.root} is not what it learned from; "
             "choose another --out"
         )
+    data = launched.settings.data
+    if (launched.run.path / STAMPS).exists() and not data.allow_changed:
+        words = replaced(launched, stamps.take(launched.source, data.check, data.num_workers))
+        if words is not None:
+            raise UserError(
+                f"{launched.run.path} is finished and {words} since; choose another --out, or set "
+                "data.allow_changed=true"
+            )
+
+
+def replaced(launched: Launch, now: Stamps) -> str | None:
+    """Returns, in words, how many images were replaced since a run was last started, and one of them; None if none."""
+    source = launched.source
+    before = stamps.load(launched.run.path / STAMPS, source.keys)
+    if before is None:  # a run of version 0.1
+        return None
+    indices = stamps.replaced(before, now, launched.settings.data.check)
+    if not len(indices):
+        return None
+    first = source.paths[int(indices[0])]
+    if len(indices) == 1:
+        return f"1 image of {source.root} was replaced, {first},"
+    return f"{len(indices)} images of {source.root} were replaced, such as {first},"
 
 
 def processes() -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from adclr import outputs
 from adclr.decode import Pixels
+from adclr.fonts import Font, Lettering, lettering
 from adclr.looking import Box, Floats, centres, enlarged
 from adclr.runs import write_atomically
 
@@ -29,11 +29,6 @@ MARKS: tuple[Colour, ...] = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (204,
 INK, QUIET, PAPER = (20, 20, 20), (105, 105, 105), (255, 255, 255)
 GAP, PAD = 6, 10  # pixels between cells, and around all
 FLAT = 2.0  # the least top of a scale of attention: a map without a peak is to look flat
-
-
-@cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size=size)
 
 
 def viridis(values: Floats) -> NDArray[np.uint8]:
@@ -129,10 +124,10 @@ def sheet(
 ) -> Image.Image:
     """Cells in rows and columns, each with its title above it, the names of the rows at the left, colours below and
     under them, in as many lines as it takes, what else is to be known."""
-    font, small = _font(text), _font(max(9, text - 3))
+    small = max(9, text - 3)
     columns = max(len(row) for row in rows)
     widths = [max(row[c].image.width for row in rows if c < len(row)) for c in range(columns)]
-    beside = min(220, max((int(small.getlength(_short(name, small, 220))) for name in names), default=0))
+    beside = min(220, max((int(_length(*_short(name, small, 220))) for name in names), default=0))
     left = PAD + (beside + GAP if names else 0)
     line, total = text + 8, left + sum(widths) + GAP * (columns - 1) + PAD
     heads = [line if any(cell.title or cell.note for cell in row) else 0 for row in rows]
@@ -146,27 +141,31 @@ def sheet(
         x = left
         for cell, width in zip(row, widths, strict=False):
             if heads[number]:
-                title = _short(cell.title, font, width)
+                title, font = _short(cell.title, text, width)
                 draw.text((x, y), title, fill=cell.colour, font=font)
-                at = x + font.getlength(title) + (6 if title else 0)
-                if at + small.getlength(cell.note) <= x + width:
-                    draw.text((at, y + 2), cell.note, fill=QUIET, font=small)
+                at = x + _length(title, font) + (6 if title else 0)
+                note, font = lettering(cell.note, small)
+                if at + _length(note, font) <= x + width:
+                    draw.text((at, y + 2), note, fill=QUIET, font=font)
             found.paste(cell.image, (x, y + heads[number]))
             x += width + GAP
         if names:
             middle = y + heads[number] + talls[number] // 2
-            draw.text((PAD, middle), _short(names[number], small, beside), fill=QUIET, font=small, anchor="lm")
+            name, font = _short(names[number], small, beside)
+            draw.text((PAD, middle), name, fill=QUIET, font=font, anchor="lm")
         y += heads[number] + talls[number] + GAP
     if bar:
         _draw_bar(found, draw, left, y + 4, bar, text)
         y += line + 16
     for number, part in enumerate(words):
-        draw.text((left, y + number * (text + 2)), part, fill=QUIET, font=small)
+        part, font = lettering(part, small)
+        draw.text((left, y + number * (text + 2)), part, fill=QUIET, font=font)
     return found
 
 
 def _draw_bar(found: Image.Image, draw: ImageDraw.ImageDraw, x: int, y: int, bar: Bar, text: int) -> None:
-    font = _font(max(9, text - 2))
+    size = max(9, text - 2)
+    font = lettering("", size).font
     at = x
     draw.text((at, y), bar.low, fill=INK, font=font)
     at += int(font.getlength(bar.low)) + GAP
@@ -175,41 +174,42 @@ def _draw_bar(found: Image.Image, draw: ImageDraw.ImageDraw, x: int, y: int, bar
     at += ramp.width + GAP
     draw.text((at, y), bar.high, fill=INK, font=font)
     at += int(font.getlength(bar.high)) + 2 * GAP
-    draw.text((at, y), _short(bar.about, font, max(0, found.width - at - PAD)), fill=QUIET, font=font)
+    about, font = _short(bar.about, size, max(0, found.width - at - PAD))
+    draw.text((at, y), about, fill=QUIET, font=font)
 
 
-def _short(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> str:
-    """As much of a text as fits, its end rather than its beginning: names of files differ there.
+def _length(text: str, font: Font) -> float:
+    return font.getlength(text)
 
-    Pillow's own font, which needs no file, knows little but ASCII."""
-    text = text.encode("ascii", "replace").decode()
+
+def _short(text: str, size: int, width: float) -> Lettering:
+    """As much of a text as fits, its end rather than its beginning: names of files differ there."""
+    text, font = lettering(text, size)
     if font.getlength(text) <= width:
-        return text
+        return Lettering(text, font)
     while text and font.getlength(".." + text) > width:
         text = text[1:]
-    return ".." + text if text else ""
+    return Lettering(".." + text if text else "", font)
 
 
-def _broken(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> list[str]:
+def _broken(text: str, size: int, width: float) -> list[str]:
     """A text in lines of at most this width; a word that is longer is cut."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else ""
-        if longer and font.getlength(longer.encode("ascii", "replace").decode()) <= width:
+        if longer and _length(*lettering(longer, size)) <= width:
             lines[-1] = longer
         else:
-            lines.append(_short(word, font, width))
-    return [line.encode("ascii", "replace").decode() for line in lines]
+            lines.append(_short(word, size, width).text)
+    return lines
 
 
 def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:
     return [cells[start : start + columns] for start in range(0, len(cells), columns)]
 
 
-def save(path: Path, image: Image.Image) -> None:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue(), durable=False)
+def save(path: Path, image: Image.Image, command: str) -> None:
+    write_atomically(path, outputs.png(image, command), durable=False)
 
 
 # -- two images --

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adclr import auto, config, cost, launch
+from adclr import auto, config, cost, launch, outputs
 from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
@@ -24,6 +24,7 @@ from adclr.plan_text import describe, size
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
+from adclr.text import printable_lines
 from adclr.workers import Workers
 
 # The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
@@ -76,6 +77,7 @@ def run(
     num_gpus: int = 1,
     out: Path | None = None,
     file: Path | None = None,
+    overwrite: bool = False,  # a file that is no plan
 ) -> dict[str, Any]:
     """Prints the plan, writes it as JSON to `file`, returns it."""
     if launch.processes() > 1:
@@ -83,8 +85,8 @@ def run(
     for path in (out, file):
         if path is not None:
             check_writable(path)
-    if file is not None and file.is_dir():
-        raise UserError(f"{file} is a folder; give the name of a file")
+    if file is not None:
+        outputs.check("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
     settings, source, reasons = _settle(data, images, recipe, dict(overrides or {}), gpu, out)
     count = len(source) if source is not None else images or 0
     local = _local_batch(settings, count, num_gpus)
@@ -94,9 +96,9 @@ def run(
     filled = sample.bytes if sample and sample.place == "gpu" else 0.0
     device = _stated(settings, local, num_gpus, gpu, filled) if gpu else _measured(settings, local, num_gpus, filled)
     plan = _report(settings, source, count, num_gpus, device, sample, out)
-    print("\n".join([*reasons, *describe(plan)]))
+    print(printable_lines("\n".join([*reasons, *describe(plan)])))
     if file is not None:
-        facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance()}
+        facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance() | outputs.signature("plan")}
         write_json(file, plan | {"reasons": reasons} | facts)
         print(f"\nwritten to {file}")
     return plan
@@ -340,6 +342,7 @@ def _report(
 
 def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> dict[str, Any]:
     """GB of the files of a run; while a checkpoint is written there is one more than are kept."""
+    stamps = 24 * count  # a key, a size and a time of each image
     index = NAME_BYTES * count
     if source is not None:
         index, found = 0, source.listing  # a list or a data set is its own index
@@ -353,8 +356,8 @@ def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> 
         "checkpoints": checkpoints,
         "backbone_gb": backbone / GB,
         "logs_gb": logs / GB,
-        "index_gb": index / GB,
-        "total_gb": (checkpoints * one + backbone + logs + index) / GB,
+        "index_gb": (index + stamps) / GB,
+        "total_gb": (checkpoints * one + backbone + logs + index + stamps) / GB,
     }
 
 

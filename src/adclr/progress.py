@@ -10,8 +10,11 @@ from typing import Self, TypeVar
 
 from rich.console import Console
 from rich.control import Control
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import ControlType
+
+from adclr.text import printable
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal
@@ -48,7 +51,7 @@ class Line:
 
     def move(self, done: int, text: str = "") -> None:
         if self.live:
-            self.bar.update(self.task, completed=done, text=text)
+            self.bar.update(self.task, completed=done, text=escape(printable(text)))
             return
         now = time.monotonic()
         if now - self.printed >= PLAIN_SECONDS or done == self.total:
@@ -59,7 +62,7 @@ class Line:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.bar.console.print(text, markup=False, soft_wrap=True)
+        self.bar.console.print(printable(text), markup=False, soft_wrap=True)
 
 
 class Tally:

@@ -1,7 +1,7 @@
 """A run is a directory from which it can be resumed, explained and compared. Knows nothing of torch.
 
 RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/,
-backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.html, pictures/}
+stamps.npz, backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.html, pictures/}
 """
 
 from __future__ import annotations
@@ -151,8 +151,11 @@ class Run:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Only one program at a time works on a run; the lock goes with its process, however that ends."""
+    def lock(self, note: str = "") -> Iterator[None]:
+        """Only one program at a time works on a run; the lock goes with its process, however that ends.
+
+        `note` is written into the file of a lock that is new.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / ".lock", "ab", opener=_open_itself) as file:
             try:
@@ -161,6 +164,9 @@ class Run:
                 raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
             except OSError:
                 pass  # a file system without locks
+            if note and not file.tell():
+                file.write(f"{note}\n".encode())
+                file.flush()
             try:
                 yield
             finally:

@@ -52,6 +52,11 @@ class Data(Section):
     allow_damaged_shards: bool = Field(
         False, description="train on what can be read of .tar shards that are cut off; otherwise they are refused"
     )
+    check: Literal["time", "content"] = Field(
+        "time",
+        description="what tells on resuming that an image was replaced: its size and time of modification, or its "
+        "content, for which every image is read at each start",
+    )
 
 
 class Views(Section):

@@ -13,7 +13,7 @@ import numpy as np
 from adclr.config import UserError
 from adclr.listing import Facts, Listing, fact
 from adclr.progress import Tally
-from adclr.sources import SUFFIXES, Items
+from adclr.sources import SUFFIXES, Items, is_searched
 
 LONGEST_LABEL = 256  # bytes of a .cls file
 
@@ -53,6 +53,15 @@ class TarShards(Items):
         member = self.paths[index].partition(".tar/")[2]
         first, slash, _ = member.removeprefix("./").partition("/")
         return first if slash else None
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """The time is the shard's: all its images are taken for modified when it is."""
+        assert self.listing is not None
+        return int(self.places[index, 2]), self.listing.facts[self.file(index)][1]
+
+    def holds(self, folder: str | Path) -> bool:
+        """An image beside the shards, or below their folder, would make that a folder of images."""
+        return super().holds(folder) or (os.path.isdir(self.root) and is_searched(folder, [self.root]))
 
     def lost(self, index: int) -> str | None:
         """A shard that is gone takes many images with it, wherever the others are."""

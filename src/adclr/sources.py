@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,7 @@ from adclr.config import UserError
 from adclr.draws import Words, key_of
 from adclr.listing import Facts, Listing, fact
 from adclr.progress import Tally
+from adclr.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 TOLD = 1000  # images after which progress is told, also within one folder
@@ -39,6 +40,8 @@ class Source(Protocol):
     def label(self, index: int) -> str | None: ...
     def fingerprint(self) -> str: ...
     def lost(self, index: int) -> str | None: ...
+    def holds(self, folder: str | Path) -> bool: ...
+    def stamp(self, index: int) -> tuple[int, int]: ...
 
 
 class Items:
@@ -74,6 +77,19 @@ class Items:
         """What has gone away with an item that cannot be read: the collection or a folder; None if it is alone."""
         return lost_folder(self.file(index)) if os.path.exists(self.root) else str(self.root)
 
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Returns the bytes of an item and when it was modified (ns); (-1, 0) of a file that is not there."""
+        try:
+            status = os.stat(self.file(index))
+        except OSError:
+            return -1, 0
+        return status.st_size, status.st_mtime_ns
+
+    def holds(self, folder: str | Path) -> bool:
+        """Returns whether images of the collection lie in this folder, or are searched for in it."""
+        folders = {os.path.dirname(self.file(index)) for index in range(len(self))}
+        return os.path.realpath(folder) in {os.path.realpath(path) for path in folders}
+
 
 class ImageFolder(Items):
     """Every image below a folder, in the order of its relative paths.
@@ -90,6 +106,10 @@ class ImageFolder(Items):
         if not listing.names:
             raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
         super().__init__(root, listing.names, listing)
+
+    def holds(self, folder: str | Path) -> bool:
+        assert self.listing is not None
+        return is_searched(folder, self.listing.facts)
 
 
 class FileList(Items):
@@ -151,6 +171,20 @@ class Subset(Items):
     def label(self, index: int) -> str | None:
         return self.whole.label(int(self.chosen[index]))
 
+    def stamp(self, index: int) -> tuple[int, int]:
+        return self.whole.stamp(int(self.chosen[index]))
+
+
+def is_searched(folder: str | Path, searched: Iterable[str | Path]) -> bool:
+    """Returns whether a folder, which need not exist yet, is one of these or lies below one; a hidden one is not."""
+    known, path = {os.path.realpath(one) for one in searched}, Path(os.path.realpath(folder))
+    for one in (path, *path.parents):
+        if str(one) in known:
+            return True
+        if one.name.startswith("."):
+            return False
+    return False
+
 
 def read_file(path: str) -> bytes:
     """The bytes of a file in half the system calls of `Path.read_bytes`, each of which counts on a network."""
@@ -177,7 +211,7 @@ def reason_of(error: Exception) -> str:
 
 def fail(error: Exception, source: Source, index: int) -> NoReturn:
     """Passes on what came up in reading an item and is not the item's fault, with its name."""
-    name = f"{source.paths[index]} of {source.root}"
+    name = printable(f"{source.paths[index]} of {source.root}")
     if isinstance(error, UserError):
         raise error
     if isinstance(error, MemoryError):

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from adclr.config import UserError
+from adclr.text import printable
 from adclr.workers import Stuck, Workers, result
 
 # Batches decoded ahead, unless it is said otherwise: enough that threads never wait for a step to end, few enough that
@@ -112,7 +113,7 @@ class _Crew(Generic[Job, Item, Made]):
         try:
             made = self._first()
         except (Stuck, MemoryError) as error:
-            print(f"{_trouble(error, self._stop())}; it is tried once more", file=sys.stderr)
+            print(printable(f"{_trouble(error, self._stop())}; it is tried once more"), file=sys.stderr)
             self._begin()
             again = [job for job, _ in self.waiting]
             self.waiting.clear()

@@ -98,6 +98,8 @@ def _resume(job: Job, launched: Launch, compiled: Compiled | None) -> int:
             run.cut(name, -1 if state is None else start)
         if launched.source.listing is not None:
             launched.source.listing.save(run.path / launch.INDEX)
+        if job.stamps is not None:
+            job.stamps.save(run.path / launch.STAMPS, launched.source.keys)
         run.cut("quarantine.jsonl", float("inf"))  # only what a crash left of a line
     return start
 

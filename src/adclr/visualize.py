@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from adclr import looking, pictures
+from adclr import looking, outputs, pictures
 from adclr.collection import open_source
 from adclr.config import Count, Device, Ratio, Section, Share, UserError
 from adclr.decode import Unreadable
@@ -27,6 +27,7 @@ from adclr.progress import track
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Side
 from adclr.sources import SUFFIXES, Files, Source
+from adclr.text import printable
 from adclr.weights import Weights
 
 ON_SHEET = 24  # images at most on the sheet of all
@@ -87,6 +88,10 @@ class Match(Look):
 
 
 Save = Callable[[str, Image.Image], None]
+# files of all images, by the name of the picture
+SHEETS = {name: (f"{name}.png",) for name in ("attention", "pca", "match")} | {
+    "queries": ("queries.png", "queries_across.png")
+}
 
 
 @dataclass(frozen=True)
@@ -97,27 +102,35 @@ class Drawn:
     less: str = ""  # what is not on the sheets
 
 
-def run(name: str, weights: str, images: Sequence[str], out: Path, settings: Look) -> dict[str, Any]:
+def run(
+    name: str, weights: str, images: Sequence[str], out: Path, settings: Look, overwrite: bool = False
+) -> dict[str, Any]:
     """Draws; writes a picture of each image, a sheet of all and NAME.json to `out`; returns what that holds."""
     check_writable(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
-    source, loaded = open_images(images), looking.load(weights, choose(settings.device))
+    record = out / f"{name}.json"
+    outputs.check("visualize", [record, *(out / file for file in SHEETS[name])], overwrite, record)
+    source = open_images(images)
+    outputs.check_apart(out, source)
+    loaded = looking.load(weights, choose(settings.device))
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
     seen = gather(source, loaded, settings)
+    files = [out / file_name(number, one, name) for number, one in enumerate(seen)]
+    outputs.check("visualize", files, overwrite, record)
     made: list[str] = []
 
     def save(file: str, picture: Image.Image) -> None:
-        pictures.save(out / file, picture)
+        pictures.save(out / file, picture, "visualize")
         made.append(file)
 
     drawn = DRAW[name][1](loaded, seen, settings, save)
     for file, picture in drawn.sheets.items():
-        pictures.save(out / file, picture)
+        pictures.save(out / file, picture, "visualize")
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **drawn.about, "images": drawn.rows}
-    write_json(out / f"{name}.json", report | {"provenance": provenance()})
+    write_json(record, report | {"provenance": provenance() | outputs.signature("visualize")})
     print(f"written to {out}: {', '.join(drawn.sheets)}, {len(made)} single pictures, {name}.json")
     if drawn.less:
         print(drawn.less)
@@ -147,7 +160,7 @@ def gather(source: Source, weights: Weights, settings: Look) -> list[Seen]:
         try:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError) as error:
-            print(f"skipped {source.paths[index]}: {error}", file=sys.stderr)
+            print(printable(f"skipped {source.paths[index]}: {error}"), file=sys.stderr)
             continue
         seen.append(looking.see(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index)))
     if not seen:

@@ -28,6 +28,7 @@ from adclr.origins import Given
 from adclr.runs import Run, write_atomically, write_json
 from adclr.settings import VIT_SIZES, Deviation, Settings, Side, Width
 from adclr.tensors import read_tensors
+from adclr.text import printable
 from adclr.vit import VisionTransformer
 
 
@@ -157,7 +158,7 @@ def load_weights(
         found = _resized(found, (input_size, input_size) if isinstance(input_size, int) else input_size)
     assert found.report is not None
     if show and distributed.is_main() and (not ours or found.report.missing or found.report.resized):
-        print("\n".join(found.report.lines()), file=sys.stderr)
+        print("\n".join(map(printable, found.report.lines())), file=sys.stderr)
     return found
 
 

@@ -82,7 +82,7 @@ with distributed.session(cpu):
         optimizer = Sharded(method, optimizer, settings, cpu).optimizer
     torch.manual_seed(0)
     views = [fit.random_views(settings, 2, cpu) for _ in range(2)]
-    Step(settings, method, optimizer, cpu, None)._learn([views[distributed.rank()]], 0.05)
+    Step(settings, method, optimizer, cpu, None)._learn([views[distributed.rank()]], 0.05, 0.05)
     found = {{n: distributed.whole(p.grad) for n, p in method.student.named_parameters() if p.grad is not None}}
     if distributed.is_main():
         save_file(found, {out!r})
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> Non
     method = jobs.build(settings)
     step = Step(settings, method, optim.make_optimizer(method.student, settings), cpu, None, accumulate=2)
     torch.manual_seed(0)
-    step._learn([fit.random_views(settings, 2, cpu) for _ in range(2)], 0.05)
+    step._learn([fit.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
     program, out = tmp_path / "program.py", tmp_path / "gradients.safetensors"
     program.write_text(GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
     done = torchrun(program)

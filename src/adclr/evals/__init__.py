@@ -15,12 +15,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adclr import config
+from adclr import config, outputs
 from adclr.config import UserError
 from adclr.evals import wording
 from adclr.parts import readable
-from adclr.runs import check_writable, provenance, write_json
+from adclr.runs import check_writable, provenance, read_json, write_json
+from adclr.sources import is_searched
+from adclr.text import printable_lines
 
+PICTURE, FOLDER = ".png", ""  # what is put behind PLACE for the name of a picture, and of a folder
+# what each evaluation writes beside its JSON file
+WRITES: dict[str, tuple[str, ...]] = {
+    "knn": (PICTURE,),
+    "linear": (PICTURE,),
+    "finetune": (PICTURE, FOLDER),
+    "transfer": (FOLDER,),
+    "matching": (),
+    "incontext": (PICTURE,),
+    "segmentation": (PICTURE, FOLDER),
+    "video": (PICTURE,),
+    "detection": (PICTURE, FOLDER),
+}
+# folders of a data set that are searched for images; a labelled folder without any of them is all searched
+LABELLED = ("knn", "linear", "finetune", "transfer")
+SEARCHED = ("train", "val", "images", "labels", "annotations", "JPEGImages", "Annotations")
 NAMES = ("knn", "linear", "finetune", "transfer", "matching", "incontext", "segmentation", "video", "detection")
 
 
@@ -45,42 +63,91 @@ def recipe_hint(name: str) -> str:
 
 
 def evaluate(
-    name: str, out: str | Path | None = None, recipe: str | Path | None = None, **settings: Any
+    name: str,
+    out: str | Path | None = None,
+    recipe: str | Path | None = None,
+    overwrite: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """`evaluate("knn", weights="runs/photos", data="labelled/")`; with `out`, a .json file, it is written there too."""
+    """`evaluate("knn", weights="runs/photos", data="labelled/")`; with `out`, a .json file, it is written there too.
+
+    `overwrite` replaces files of other programs there.
+    """
     data = settings.get("data")
     if isinstance(data, list | tuple):
         settings["data"] = [os.fspath(one) for one in data]
     layers = recipe_of(name, None if recipe is None else os.fspath(recipe)), settings
-    return score(name, config.build(module(name).Settings, *layers), None if out is None else Path(out))
+    built = config.build(module(name).Settings, *layers)
+    return score(name, built, None if out is None else Path(out), overwrite=overwrite)
 
 
-def score(name: str, settings: Any, out: Path | None, say: bool = False) -> dict[str, Any]:
+def score(name: str, settings: Any, out: Path | None, say: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """The scores, written to a file if there is one; in several processes by the first."""
-    from adclr import devices, distributed
-
     place = None
     if out is not None:
-        check_writable(out)
-        if out.is_dir():
-            raise UserError(f"{out} is a folder; give the name of a file")
         place = out.with_suffix("") if out.suffix == ".json" else out.with_name(out.name + "-more")
+        _check_output(name, settings, out, place, overwrite)
+    from adclr import devices, distributed
+
     started = time.monotonic()
     with distributed.session(devices.choose(settings.device)):
         scores: dict[str, Any] = module(name).run(settings, place)
         if distributed.is_main():
             seconds = round(time.monotonic() - started, 1)
             if say:
-                print(f"{told(scores)}\n{seconds:.0f} seconds")
+                print(f"{printable_lines(told(scores))}\n{seconds:.0f} seconds")
                 for line in wording.verdict(name, settings, scores, *_controls(name, settings, out)):
                     print(line)
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
+                facts |= outputs.signature("evaluate")
                 write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})
             if out is not None and say:
                 print(f"written to {out}")
         distributed.barrier()
     return scores
+
+
+def _check_output(name: str, settings: Any, out: Path, place: Path, overwrite: bool) -> None:
+    """Refuses to write over files of the user, or among the images that are scored."""
+    check_writable(out)
+    writes = WRITES[name]
+    pictures = [place.with_name(place.name + ending) for ending in writes if ending]
+    outputs.check("evaluate", [out, *pictures], overwrite, record=out)
+    if FOLDER in writes and os.path.lexists(place) and not overwrite and not _is_own(place):
+        raise UserError(f"{place} was not written by adclr evaluate; {outputs.REMEDY}")
+    for data in settings.data if isinstance(settings.data, tuple) else (settings.data,):
+        root = data if os.path.isdir(data) else data.partition(":")[2]
+        folders = [folder for part in SEARCHED if os.path.isdir(folder := os.path.join(root, part))]
+        folders = folders or [root] * (name in LABELLED)
+        if writes and root and is_searched(out.parent, folders):
+            raise UserError(
+                f"{out} lies in the collection {root}, where pictures would be taken for images; choose another --out"
+            )
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether an evaluation has trained in a folder, or has written the parts of its scores there."""
+    if not folder.is_dir():
+        return False
+    lock, entries = folder / ".lock", list(folder.iterdir())
+    if lock in entries:  # in version 0.1 it was empty, as in a run of pretraining, which has settings.yaml too
+        empty = not lock.stat().st_size and folder / "settings.yaml" not in entries
+        return empty or outputs.author(lock) == "evaluate"
+    return not entries or any(_is_part(entry) if entry.is_file() else _is_own(entry) for entry in entries)
+
+
+def _is_part(file: Path) -> bool:
+    """Whether a file holds the scores of one data set of `transfer`; in version 0.1 it had no words."""
+    if file.suffix != ".json":
+        return False
+    if outputs.author(file) == "evaluate":
+        return True
+    try:
+        value = read_json(file)
+    except UserError:
+        return False
+    return isinstance(value, dict) and set(value) == {"scores", "identity"}
 
 
 def told(scores: dict[str, Any]) -> str:

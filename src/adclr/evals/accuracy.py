@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from adclr import distributed
+from adclr import distributed, outputs
+from adclr.fonts import lettering
 from adclr.pictures import INK, PAPER, Bar, Cell, sheet, viridis
 from adclr.runs import write_atomically
 
@@ -22,6 +22,7 @@ TOLD = 100  # classes up to which its counts are given as numbers too
 NAMED = 64  # classes up to which the picture has names
 SIDE = 960  # pixels of the picture's matrix, about
 LETTERS = 24  # of a name that are drawn
+MARGIN = 320  # pixels at most for names
 LINE = 24  # pixels of the axis titles
 SMALLEST, LARGE = 18, 64  # pixels of cells that hold a number, and a count below it
 
@@ -69,9 +70,10 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
     """
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     cell = max(1, SIDE // len(classes))
-    labels, kind = _labels(classes)
-    font = ImageFont.load_default(size=max(8, min(16, cell - 2)) if len(classes) <= NAMED else 12)
-    names = max(int(font.getlength(label)) for label in labels.values()) + 8
+    texts, kind = _labels(classes)
+    size = max(8, min(16, cell - 2)) if len(classes) <= NAMED else 12
+    labels = {number: lettering(text, size) for number, text in texts.items()}
+    names = min(MARGIN, max(int(font.getlength(text)) for text, font in labels.values())) + 8
     margin = LINE + names
     colors = viridis(shares)
     matrix = Image.fromarray(colors).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
@@ -81,7 +83,7 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
     pen = ImageDraw.Draw(image)
     columns = Image.new("RGB", (names, matrix.height), PAPER)  # the names of the columns, before they are turned
     side = ImageDraw.Draw(columns)
-    for number, label in labels.items():
+    for number, (label, font) in labels.items():
         middle = max(6, round((number + 0.5) * cell))  # where cells are small, half of the first label would be cut
         pen.text((margin - 4, margin + middle), label, fill=INK, font=font, anchor="rm")
         side.text((4, middle), label, fill=INK, font=font, anchor="lm")
@@ -92,9 +94,7 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
         ImageDraw.Draw(strip).text((strip.width // 2, LINE // 2), text, fill=INK, font=words, anchor="mm")
         image.paste(strip.rotate(90, expand=True) if turned else strip, (0, margin) if turned else (margin, 0))
     scale = Bar("0 %", "100 %", "of the images of the true class")
-    buffer = io.BytesIO()
-    sheet([[Cell(image, title)]], bar=scale, text=16).save(buffer, "PNG")
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, outputs.png(sheet([[Cell(image, title)]], bar=scale, text=16), "evaluate"))
 
 
 def _labels(classes: list[str]) -> tuple[dict[int, str], str]:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr import distributed, snapshot
+from adclr import distributed, outputs, snapshot
 from adclr.config import Count, NonNegative, Positive, Section, Share, UserError
 from adclr.coverage import fit
 from adclr.draws import combine
@@ -146,7 +146,7 @@ def _note(course: Course, step: int, means: dict[str, Tensor], lr: float, second
 
 def locked(run: Run | None) -> Any:
     """Of several programs one works at a place."""
-    return run.lock() if run is not None and distributed.is_main() else nullcontext()
+    return run.lock(outputs.words("evaluate")) if run is not None and distributed.is_main() else nullcontext()
 
 
 def _parts(course: Course) -> snapshot.Parts:

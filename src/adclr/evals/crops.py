@@ -28,6 +28,7 @@ from adclr.evals.task import Task
 from adclr.feed import Batch, Feed
 from adclr.labelled import Labelled
 from adclr.nvjpeg import GpuDecoder
+from adclr.text import printable
 from adclr.vit import VisionTransformer
 from adclr.weights import Weights
 
@@ -93,7 +94,7 @@ class Crops:
         listed = np.fromiter(self.feed.unreadable, np.int64)
         check_classes(self.split, np.delete(self.split.labels, listed), self.classes)
         for path, reason in list(self.unreadable.items())[:5] if distributed.is_main() else ():
-            print(f"skipped {path}: {reason}", file=sys.stderr)
+            print(printable(f"skipped {path}: {reason}"), file=sys.stderr)
 
     def num_readable(self) -> int:
         """As far as any process has seen."""

@@ -20,6 +20,7 @@ from adclr.labelled import Split
 from adclr.memory import cpu_count, host_memory
 from adclr.progress import track
 from adclr.sources import Source
+from adclr.text import printable
 from adclr.threads import in_order
 from adclr.weights import Weights
 
@@ -139,7 +140,7 @@ def look(
         where = f"the {len(album.chosen)} images of {source.root} that this process reads" if album.shared else None
         raise UserError(f"none of {where or f'the {len(source)} images of {source.root}'} can be read")
     for path, reason in list(album.unreadable.items())[:5] if show else ():
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+        print(printable(f"skipped {path}: {reason}"), file=sys.stderr)
     found, places = torch.cat(values), torch.tensor(kept)
     if album.shared:
         found, places = distributed.gather(found), distributed.gather(places)

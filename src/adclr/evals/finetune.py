@@ -38,6 +38,7 @@ from adclr.devices import autocast_dtype
 from adclr.draws import Draws
 from adclr.evals.accuracy import accuracies
 from adclr.evals.classifier import Classifier, Pool
+from adclr.evals.course import locked
 from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
@@ -148,7 +149,7 @@ def score(
     """Trains the backbone of `weights` itself; accuracies in percent, and how many images they rest on."""
     run = None if place is None else Run(place)
     job = assemble(weights, labelled, settings, device, run)
-    with run.lock() if run is not None and distributed.is_main() else nullcontext():
+    with locked(run):
         distributed.barrier()  # the directory is there, and it is ours
         fits = True
         try:

@@ -20,6 +20,7 @@ from adclr.decode import Pixels, Unreadable
 from adclr.memory import cpu_count
 from adclr.progress import Line
 from adclr.sources import Source
+from adclr.text import printable
 from adclr.threads import in_order
 
 TOGETHER = 4  # images that threads hand over at once: few, since they are whole
@@ -90,7 +91,7 @@ class Reader:
             for rest in waiting.values():
                 yield self._stacked(rest)
         for path, reason in list(self.unreadable.items())[:5] if show else ():
-            print(f"skipped {path}: {reason}", file=sys.stderr)
+            print(printable(f"skipped {path}: {reason}"), file=sys.stderr)
 
     def num_unreadable(self, most: float) -> int:
         """Of all processes; refuses to score what is left when too many could not be read."""

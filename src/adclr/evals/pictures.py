@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import colorsys
-import io
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
-from adclr import distributed
+from adclr import distributed, outputs
 from adclr.evals.frames import Frames
+from adclr.fonts import lettering
 from adclr.pictures import spread
 from adclr.runs import write_atomically
 from adclr.segmented import IGNORE
 
-HEIGHT, MARGIN, LINE = 240, 6, 20  # pixels
+HEIGHT, MARGIN, LINE, TEXT = 240, 6, 20, 13  # pixels
 NAMED = 24  # classes that the legend names, those that cover most
 OPAQUE = 0.6  # of the colours over the image
 
@@ -85,19 +85,20 @@ class Pictures:
         columns = max(1, width // 180)
         legend = LINE * -(-len(named) // columns)
         sheet = Image.new("RGB", (width, LINE + len(cells) * (HEIGHT + MARGIN) + legend + MARGIN), "white")
-        pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
+        pen = ImageDraw.Draw(sheet)
         for row, line in enumerate(cells):
             left = MARGIN
             for title, cell in zip(("image", "labels", "predicted"), line, strict=True):
                 if row == 0:
-                    pen.text((left, 2), title, fill="black", font=font)
+                    pen.text((left, 2), title, fill="black", font=lettering(title, TEXT).font)
                 sheet.paste(cell, (left, LINE + row * (HEIGHT + MARGIN)))
                 left += cell.width + MARGIN
         top = LINE + len(cells) * (HEIGHT + MARGIN)
         for number, label in enumerate(named):
             x, y = MARGIN + number % columns * 180, top + number // columns * LINE
             pen.rectangle((x, y + 3, x + 12, y + 15), fill=tuple(self.colours[label].tolist()))
-            pen.text((x + 18, y + 2), self.classes[label][:22], fill="black", font=font)
+            name, font = lettering(self.classes[label], TEXT)
+            pen.text((x + 18, y + 2), name[:22], fill="black", font=font)
         save_png(sheet, place)
 
 
@@ -107,6 +108,4 @@ def _shrunk(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def save_png(sheet: Image.Image, place: Path) -> None:
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    write_atomically(place.with_name(place.name + ".png"), buffer.getvalue())
+    write_atomically(place.with_name(place.name + ".png"), outputs.png(sheet, "evaluate"))

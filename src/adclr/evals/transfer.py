@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from adclr import distributed
+from adclr import distributed, outputs, stamps
 from adclr.config import Several, UserError
 from adclr.devices import choose
 from adclr.evals import finetune as tuning
@@ -58,7 +58,7 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
         found = labelled[name]
         row: dict[str, Any] = {"data": name, "classes": len(found.classes), "train": len(found.train.labels)}
         row["val"] = len(found.val.labels)
-        images = [split.source.fingerprint() for split in (found.train, found.val)]
+        images = [stamps.fingerprint(split.source) for split in (found.train, found.val)]
         for how in dict.fromkeys(settings.how):
             chosen = settings.of(how, data)
             identity = {"settings": chosen.model_dump(mode="json"), "start": start, "images": images}
@@ -83,7 +83,7 @@ def _line(settings: Chosen, place: Path | None, identity: dict[str, Any]) -> dic
         print(f"{settings.data}:", file=sys.stderr)
     scores = probing.run(settings, place) if isinstance(settings, probing.Settings) else tuning.run(settings, place)
     if file is not None and distributed.is_main():
-        write_json(file, {"scores": scores, "identity": identity})
+        write_json(file, {"scores": scores, "identity": identity} | outputs.signature("evaluate"))
     return scores
 
 

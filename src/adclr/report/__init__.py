@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from adclr import outputs
 from adclr.config import UserError
 from adclr.report import story
 from adclr.report.page import render
@@ -14,15 +15,14 @@ from adclr.runs import check_writable, write_atomically
 FILE = "report.html"
 
 
-def run(runs: Sequence[str], out: Path | None) -> Path:
+def run(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
     """Writes the page: beside a single run, or where it is asked for."""
     if out is None:
         if len(runs) > 1:
             raise UserError("a report of several runs belongs to none of them; say where it goes with --out FILE")
         out = Path(runs[0]) / FILE
     check_writable(out)
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; give the name of a file")
+    outputs.check("report", [out], overwrite)
     stories = [story.read(path) for path in runs]
     write_atomically(out, render(_named_apart(stories)).encode(errors="backslashreplace"), durable=False)
     return out

@@ -20,6 +20,7 @@ from adclr.looking import Box, Floats, Grid, Seen
 from adclr.report.story import PICTURES, read_moments
 from adclr.runs import Run, write_atomically
 from adclr.sources import Source
+from adclr.text import printable
 from adclr.weights import Weights
 
 MOMENTS = (0.0, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)  # of the training; more is learned early than late
@@ -69,7 +70,7 @@ class Live:
             write()
         except (OSError, UserError) as error:
             if not self.failed:
-                print(f"the report cannot be written ({error}); training goes on", file=sys.stderr)
+                print(printable(f"the report cannot be written ({error}); training goes on"), file=sys.stderr)
             self.failed = True
 
 

@@ -50,6 +50,9 @@ HEALTH = {
     "deviation_cls": Measure("deviation of [CLS]", "of features of length 1, from image to image", floor=0),
     "deviation_patches": Measure("deviation of patches", "of features of length 1", floor=0),
     "deviation_queries": Measure("deviation of queries", "of features of length 1", floor=0),
+    "query_image_gap": Measure(
+        "loss of a query in another image", "minus that in its own, nats; near 0 its own pixels solve it", floor=0
+    ),
     "queries_in_cls": Measure("[CLS] that follow the queries", "and not their image", Band(0, health.LEAK), floor=0),
     "teacher_student_distance": Measure(
         "distance of student and teacher", "of their weights, of the teacher's", floor=0

@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from adclr import __version__, config, evals
+from adclr import __version__, config, evals, outputs
 from adclr.evals.wording import is_percent
 from adclr.jpeg import read_header
 from adclr.report import measures
@@ -58,6 +58,7 @@ def render(stories: Sequence[Story]) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · adclr</title>'
+        f'<meta name="generator" content="{outputs.words("report")} {__version__}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"

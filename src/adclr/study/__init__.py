@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adclr import scenes
+from adclr import outputs, scenes
 from adclr.config import UserError
 from adclr.runs import check_writable, write_atomically, write_json
+from adclr.study import data as fingerprints
 from adclr.study import figure, table
 from adclr.study.conduct import Place, carry_out, gpus, todo
-from adclr.study.outline import SCENES, Cell, Study, name_of, read
+from adclr.study.outline import SCENES, Cell, Study, folder_of, name_of, read
 from adclr.study.results import Results
+from adclr.text import printable, printable_lines
 
 NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score
 
@@ -26,14 +28,20 @@ def run(
     data: Mapping[str, Any],
     minutes: float | None = None,
     at_once: int = 1,  # on each GPU
+    overwrite: bool = False,  # pages of the same name that no study wrote
 ) -> Path:
     """Runs what is missing and has its data at hand, and writes the page; without data of what is there already."""
     study = read(file)
-    kept = Results(results if results is not None else file.parent / "results")
-    check_writable(kept.folder)
-    missing = [cell for cell in study.cells if not kept.complete(study, cell)]
-    print(f"{study.outline.title}: {len(study.cells)} runs, {len(study.cells) - len(missing)} of them done", flush=True)
     folders = _folders(study, data)
+    kept = Results(results if results is not None else file.parent / "results", fingerprints.take(study, folders))
+    check_writable(kept.folder)
+    page, *others = (kept.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
+    remedy = "choose another --results, or say --overwrite to replace it"
+    outputs.check("study", [page, *others], overwrite, record=page, remedy=remedy)
+    missing = [cell for cell in study.cells if not kept.complete(study, cell)]
+    title, done = printable(study.outline.title), len(study.cells) - len(missing)
+    print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
+    _say_what_is_of_other_data(study, kept, folders)
     place = Place(out, folders, ())
     possible = [cell for cell in missing if todo(study, cell, kept, place) is not None]
     if missing:
@@ -43,7 +51,7 @@ def run(
         if SCENES in study.data_names():
             folders[SCENES] = _scenes(out / SCENES)
         again = sum(
-            not cell.untrained and kept.of(cell) is not None and not place.has_weights(cell) for cell in possible
+            not cell.untrained and kept.of(cell) is not None and not place.has_weights(cell, kept) for cell in possible
         )
         if again:
             print(f"{again} runs are trained again to be scored, since their weights are not in {out}", flush=True)
@@ -73,6 +81,23 @@ def _folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
     if unused:
         print(f"not used by this study: {', '.join(unused)}")
     return found
+
+
+def _say_what_is_of_other_data(study: Study, kept: Results, folders: Mapping[str, Path]) -> None:
+    """Which results are not taken, since they were made with other data that has the same name."""
+    count = kept.of_other_data(study.cells)
+    if count:
+        folder = folder_of(study.outline.data, folders)
+        print(f"{count} runs here were trained on other images than those of {folder}; they are not taken", flush=True)
+    for title, one in study.outline.evaluations.items():
+        count = kept.scores_of_other_data(study.cells, one)
+        if count and one.data is not None:
+            folder = folder_of(one.data, folders)
+            print(f"{printable(title)}: {count} scores here are of other data than {folder}; they are not taken")
+    several = kept.on_several_data(study.cells) if name_of(study.outline.data) not in folders else 0
+    if several:
+        name = name_of(study.outline.data)
+        print(f"{several} runs were made on several data sets called {name}; without {name}=DIR the first is taken")
 
 
 def _say_what_is_left_out(
@@ -112,5 +137,5 @@ def _write(study: Study, kept: Results) -> Path:
     text = table.page(study, kept, rows, f"{stem}.svg" if drawn is not None else None)
     write_atomically(kept.folder / f"{stem}.md", text.encode())
     write_json(kept.folder / f"{stem}.json", table.numbers(rows, study.outline.control))
-    print(f"\n{text}\nwritten to {kept.folder / f'{stem}.md'}")
+    print(f"\n{printable_lines(text)}\nwritten to {kept.folder / f'{stem}.md'}")
     return kept.folder / f"{stem}.md"

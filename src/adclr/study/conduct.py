@@ -34,8 +34,8 @@ class Place:
     folders: Mapping[str, Path]  # of data sets, by name
     gpus: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at once
 
-    def has_weights(self, cell: Cell) -> bool:
-        return (self.out / cell.key / "backbone.safetensors").exists()
+    def has_weights(self, cell: Cell, results: Results) -> bool:
+        return (self.out / results.name(cell) / "backbone.safetensors").exists()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def gpus() -> list[str | None]:
 def todo(study: Study, cell: Cell, results: Results, place: Place) -> list[Evaluation] | None:
     """What can be scored with the data at hand of a run that is there or can be trained; None: nothing can be done."""
     kept = results.of(cell)
-    there = cell.untrained or (kept is not None and place.has_weights(cell))
+    there = cell.untrained or (kept is not None and place.has_weights(cell, results))
     if not there and name_of(study.outline.data) not in place.folders:
         return None
     scored = [
@@ -144,23 +144,33 @@ def _leash() -> Iterator[int]:
         os.close(own)
 
 
-def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, leash: int) -> Worker:
-    run, file = Run(place.out / cell.key), place.out / "jobs" / f"{cell.key}.json"
-    job: dict[str, Any] = {
-        "run": str(run.path),
+def job_of(study: Study, cell: Cell, results: Results, place: Place) -> dict[str, Any]:
+    """Returns what the process of a run is told."""
+    return {
+        "run": str(place.out / results.name(cell)),
         "result": str(results.file(cell)),
         "data": locate(study.outline.data, place.folders) if name_of(study.outline.data) in place.folders else None,
+        "fingerprint": None if cell.untrained else results.data.training,
         "recipe": cell.recipe,
         "said": dict(cell.said),
         "known_by": cell.known_by,
         "untrained": cell.untrained,
         "evaluations": [
-            {"evaluation": one.model_dump(mode="json"), "data": locate(one.data, place.folders)}
+            {
+                "evaluation": one.model_dump(mode="json"),
+                "data": locate(one.data, place.folders),
+                "fingerprint": results.data.evaluations.get(one.data),
+            }
             for one in todo(study, cell, results, place) or ()
             if one.data is not None
         ],
     }
-    write_json(file, job)
+
+
+def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, leash: int) -> Worker:
+    name = results.name(cell)
+    run, file = Run(place.out / name), place.out / "jobs" / f"{name}.json"
+    write_json(file, job_of(study, cell, results, place))
     gpu, log = place.gpus[slot], file.with_suffix(".log")
     with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(

@@ -185,6 +185,12 @@ def locate(place: str, folders: Mapping[str, Path]) -> str:
     return f"{kind}{folders[found['name']]}{found['below']}"
 
 
+def folder_of(place: str, folders: Mapping[str, Path]) -> Path:
+    """Returns where the data lies, without its kind."""
+    parts = _parts(place)
+    return Path(f"{folders[parts['name']]}{parts['below']}")
+
+
 def read(file: Path) -> Study:
     """Everything that can be wrong with a study is found here, before a run begins."""
     try:

@@ -19,6 +19,7 @@ from adclr.runs import Run, read_json
 from adclr.settings import Settings
 from adclr.study import results
 from adclr.study.outline import Evaluation
+from adclr.text import printable
 from adclr.weights import save_backbone
 
 
@@ -32,14 +33,14 @@ def work(job: dict[str, Any]) -> None:
         else:
             training.run(launch.prepare(job["data"], run.path, job["recipe"], job["said"]))
         if not result.exists():
-            results.keep_training(result, job["known_by"], run, job["untrained"])
+            results.keep_training(result, job["known_by"], run, job["untrained"], job.get("fingerprint"))
     for spec in job["evaluations"]:
         evaluation = config.validated(Evaluation, spec["evaluation"])
         print(f"evaluate {evaluation.name} on {spec['data']}", flush=True)
         settings = evaluation.build(str(run.path), spec["data"])
         started = time.monotonic()
         scores = evals.score(evaluation.name, settings, evals.file_of(evaluation.name, settings))
-        results.keep_scores(result, evaluation, scores, time.monotonic() - started)
+        results.keep_scores(result, evaluation, scores, time.monotonic() - started, spec.get("fingerprint"))
 
 
 def end_with(leash: int) -> None:
@@ -54,7 +55,7 @@ def main() -> None:
     try:
         work(read_json(Path(sys.argv[1])))
     except UserError as error:
-        print(f"adclr: {error}", file=sys.stderr)
+        print(f"adclr: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -1,0 +1,146 @@
+"""Scores of a study are those of the data that is named, not of another data set that had its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import adclr as package
+from adclr import cli, scenes
+from adclr import study as studies
+from adclr.study import conduct
+from adclr.study.data import take
+from adclr.study.outline import Cell, Study, read
+from adclr.study.results import Results
+from adclr.study.work import work
+from adclr.weights import architecture, save_backbone
+from plain_images import coloured
+from studied import KNN, kept, study
+from tiny import TINY, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ARMS = {"ADCLR": None, "start": {"untrained": True}}
+LAB = KNN | {"data": "lab"}
+ONE = {"settings": TINY, "arms": ARMS, "data": "lab/train", "evaluations": {"kNN": LAB}}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are made here, one after the other: a process of its own for each takes seconds to start."""
+
+    def carry_out(
+        found: Study, cells: Sequence[Cell], results: Results, place: conduct.Place, minutes: float | None
+    ) -> list[Cell]:
+        assert minutes is None
+        for cell in cells:
+            work(json.loads(json.dumps(conduct.job_of(found, cell, results, place))))
+        return []
+
+    monkeypatch.setattr(studies, "carry_out", carry_out)
+
+
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two data sets of the same layout: names are the same in part, images are others."""
+    folder = tmp_path_factory.mktemp("labs")
+    scenes.write(folder / "A", 0, 48, 16, 24, show=False)
+    scenes.write(folder / "B", 1, 48, 16, 24, show=False)
+    return {"A": folder / "A", "B": folder / "B"}
+
+
+def scores(folder: Path) -> dict[str, float]:
+    numbers = json.loads((folder / "results" / "one.json").read_text())
+    return {arm: columns["kNN"]["mean"] for arm, columns in numbers.items()}
+
+
+def test_scores_are_of_the_data_that_is_named(
+    tmp_path: Path, labs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = study(tmp_path, **ONE)
+
+    def run(name: str) -> str:
+        cli.main(["study", str(file), "--out", str(tmp_path / "runs"), *([f"lab={labs[name]}"] if name else [])])
+        return capsys.readouterr().out
+
+    assert "2 runs, 0 of them done" in run("A")
+    first = scores(tmp_path)
+    told = run("B")
+    assert "2 runs, 0 of them done" in told
+    assert f"1 runs here were trained on other images than those of {labs['B']}/train; they are not taken" in told
+    assert f"kNN: 1 scores here are of other data than {labs['B']}; they are not taken" in told  # of the untrained
+    assert scores(tmp_path) != first
+    second = scores(tmp_path)
+    # both are kept: neither is made again
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")}
+    assert len(times) == 3  # the untrained network is the same on both
+    told = run("A")
+    assert "2 runs, 2 of them done" in told
+    assert "not taken" not in told
+    assert scores(tmp_path) == first
+    assert "2 runs, 2 of them done" in run("B")
+    assert scores(tmp_path) == second
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")} == times
+    assert "on several data sets called lab; without lab=DIR the first is taken" in run("")
+    assert scores(tmp_path) == first
+
+
+def test_a_copy_of_the_data_is_the_same_data(tmp_path: Path, labs: dict[str, Path]) -> None:
+    shutil.copytree(labs["A"], tmp_path / "copy", copy_function=shutil.copyfile)  # with new times
+    (tmp_path / "copy" / ".DS_Store").write_text("of a file manager")
+    file = study(tmp_path, **ONE)
+    found = read(file)
+    assert take(found, {"lab": labs["A"]}) == take(found, {"lab": tmp_path / "copy"})
+    assert take(found, {"lab": labs["A"]}) != take(found, {"lab": labs["B"]})
+    (tmp_path / "copy" / "train" / "notes.txt").write_text("no image")  # which nothing is trained on
+    changed = take(found, {"lab": tmp_path / "copy"})
+    assert changed.training == take(found, {"lab": labs["A"]}).training
+    assert changed.evaluations != take(found, {"lab": labs["A"]}).evaluations  # it could be a file of labels
+
+
+def test_results_that_say_nothing_of_their_data_are_taken(
+    tmp_path: Path, labs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = study(tmp_path, **ONE)
+    kept(tmp_path / "results", file, {("ADCLR", 0): 50.0, ("start", 0): 40.0})
+    cli.main(["study", str(file), "--out", str(tmp_path / "runs"), f"lab={labs['B']}"])
+    told = capsys.readouterr().out
+    assert "2 runs, 2 of them done" in told
+    assert "not taken" not in told
+    assert scores(tmp_path) == {"ADCLR": 50.0, "start": 40.0}
+
+
+def test_only_scores_are_made_again_where_only_their_data_is_other(
+    tmp_path: Path, labs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = study(tmp_path, **ONE | {"data": "photos/train"})
+    command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={labs['A']}"]
+    cli.main([*command, f"lab={labs['A']}"])
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")}
+    capsys.readouterr()
+    cli.main([*command, f"lab={labs['B']}"])
+    told = capsys.readouterr().out
+    assert "kNN: 2 scores here are of other data" in told
+    assert "trained" not in told.split("\n\n")[0]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")} == times
+    (first, *_) = sorted((tmp_path / "results" / "runs").glob("*.json"))
+    entries = json.loads(first.read_text())["evaluations"].values()
+    assert len({entry["fingerprint"] for entry in entries}) == 2
+
+
+def test_transfer_scores_a_replaced_image_again(tmp_path: Path) -> None:
+    save_backbone(tmp_path / "w", architecture(tiny()).build().state_dict(), tiny())
+    data, out = coloured(tmp_path / "data", 24, 12), tmp_path / "t.json"
+    settings = {"weights": tmp_path / "w", "data": [data], "out": out, "device": "cpu", "linear.quick": True}
+    package.evaluate("transfer", **settings)
+    (part,) = (tmp_path / "t").glob("*.json")
+    before = part.stat().st_mtime_ns
+    package.evaluate("transfer", **settings)
+    assert part.stat().st_mtime_ns == before
+    image = next((data / "train" / "c0").iterdir())
+    shutil.copy(next((data / "train" / "c1").iterdir()), image)
+    package.evaluate("transfer", **settings)
+    assert part.stat().st_mtime_ns > before
