@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adclr import memory
 from adclr.config import UserError
 
 PATIENCE = timedelta(hours=2)  # since the others wait while the first process scores a probe
@@ -56,7 +57,7 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """How many processes share this machine and its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return memory.local_processes()
 
 
 def barrier() -> None:

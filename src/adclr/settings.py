@@ -31,7 +31,9 @@ class Data(Section):
     path: str = Field("", description="folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)")
     labels: bool = Field(False, description="the first level of sub-folders names classes; only the probe uses them")
     num_workers: int | None = Field(
-        None, ge=0, description="decoding threads; 0: one, and nothing ahead; null: one for each CPU core"
+        None,
+        ge=0,
+        description="decoding threads; 0: one, and nothing ahead; null: the CPU cores, divided by the processes here",
     )
     max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
     max_value: Positive | None = Field(
