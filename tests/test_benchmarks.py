@@ -1,4 +1,4 @@
-"""The benchmarks of measures, of attention and of busy machines: they run, and what a row replaces is replaced and computes the same."""
+"""Benchmarks: they run, and what a row of `measures.py` replaces is replaced and computes the same."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from adclr.progress import duration
+
 COLUMNS = 110
 GB_IN_GIB = 2**30 / 1e9
 
@@ -23,8 +25,8 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         f"{memory['images_that_fit']} images fit at once{many}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
         f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{_duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{_duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
+        "time": f"{duration(3600 * spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{duration(spent['seconds_per_epoch'])} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
         "the step alone, without probes",
         "disk": f"{size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {size(disk['checkpoint_gb'])} "
         f"(one of them while it is written), backbone {size(disk['backbone_gb'])}, logs {size(disk['logs_gb'])}, "
@@ -38,13 +40,6 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         )
     told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
     return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
-
-
-def _duration(hours: float) -> str:
-    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
-        if hours >= 2 * length:
-            return f"{hours / length:.1f} {unit}"
-    return f"{hours * 3600:.3g} seconds"
 
 
 def size(gigabytes: float) -> str:

@@ -120,7 +120,7 @@ def _settle(
     named = recipe if recipe != "auto" else None
     base = config.recipe(named) | {"recipe": named} if named else {}
     overrides, adopted = launch.adopted(base, overrides)
-    settings = config.build(Settings, base, overrides)
+    settings = launch.settle(base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
         raise UserError(
@@ -137,7 +137,7 @@ def _settle(
         told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
     side = ASSUMED_SIDE if source is None else auto.median_side(source)
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.chosen(choice, overrides), source, told + choice.reasons + adopted
+    return launch.settle(launch.choice_settings(choice), overrides), source, told + choice.reasons + adopted
 
 
 def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:

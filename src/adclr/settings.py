@@ -15,6 +15,7 @@ Temperature = Annotated[float, Field(ge=0.001, le=1000)]
 Deviation = Annotated[float, Field(ge=0.001, le=1000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Crops = Annotated[int, Field(ge=0, le=10_000)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
 
 # width, depth, heads of each size of the ViT
 VIT_SIZES: dict[str, tuple[int, int, int]] = {
@@ -220,7 +221,7 @@ class Optim(Section):
 class Train(Section):
     """How long, how large, where, and what is kept."""
 
-    epochs: Count = Field(100, description="passes over the images")
+    epochs: Epochs = Field(100, description="passes over the images")
     batch_size: Count = Field(1024, description="images in one step, over all processes")
     micro_batch_size: Count | None = Field(
         None, description="images at once in one process, the rest accumulated; null: fitted to memory"
