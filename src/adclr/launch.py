@@ -32,6 +32,7 @@ FREE = (
     "train.log_every_steps",
     "train.health_every_steps",
     "train.checkpoint_every_steps",
+    "train.checkpoint_every_minutes",
     "train.keep_checkpoints",
     "train.free_checkpoints",
     "train.loggers",

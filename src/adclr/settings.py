@@ -254,6 +254,9 @@ class Train(Section):
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
+    checkpoint_every_minutes: Positive | None = Field(
+        15.0, description="minutes after which a checkpoint is written besides; null: never for the time's sake"
+    )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
     free_checkpoints: bool = Field(
         True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
