@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, jobs, launch, writer
+from adclr import config, jobs, journal, launch, writer
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
@@ -160,6 +161,18 @@ def test_minutes_between_checkpoints_can_be_set_and_changed(images: Path, tmp_pa
     stored = run.settings()
     assert stored is not None
     assert stored.train.checkpoint_every_minutes == 3
+
+
+def test_a_run_of_days_is_warned_of_once(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(images / "train", tmp_path / "short")
+    assert "warning" not in capsys.readouterr().err
+    clock = itertools.count(step=8 * 3600.0)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pretrain(images / "train", tmp_path / "long", log_every_steps=4)
+    (warning,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert re.fullmatch(r"warning: it takes about \d+\.\d (days|hours); fewer train\.epochs, .*adclr_cpu.*", warning)
 
 
 def unfinished(images: Path, out: Path, **changes: Any) -> Run:
