@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from adclr import memory
+from adclr import jobs, launch, memory
 from studied import study
+from tiny import TINY
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 CORES = memory.cpu_count()
@@ -81,6 +83,17 @@ def test_a_limited_container_gets_as_many_threads_as_it_has_cores(
     assert memory.thread_environment()["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
     assert "OMP_NUM_THREADS" not in memory.thread_environment()
+
+
+def test_processes_of_one_machine_share_the_decoding(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for processes, threads in (("1", 8), ("3", 2), ("20", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        launched = launch.prepare(images / "train", tmp_path / "run", "adclr_vits16", TINY)
+        assert jobs.assemble(launched, torch.device("cpu")).feed.num_workers == threads
 
 
 def test_python_code_gets_the_same_and_keeps_its_environment() -> None:
