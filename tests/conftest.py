@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is imported, as `adclr` does: the tests share the cores
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import torch
 
 if not torch.cuda.is_available():  # before any kernel is defined

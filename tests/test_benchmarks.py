@@ -1,4 +1,4 @@
-"""The benchmarks of measures and of attention: they run, and what a row replaces is replaced and computes the same."""
+"""Benchmarks: they run, and what a row of `measures.py` replaces is replaced and computes the same."""
 
 from __future__ import annotations
 
@@ -123,3 +123,14 @@ def test_the_benchmark_of_attention_makes_its_table() -> None:
         # Which is longer is not asked: in the interpreter on busy cores 249 ms forward stood beside 182 ms of both.
         assert forward > 0
         assert both > 0
+
+
+def test_the_benchmark_of_busy_machines_runs(tmp_path: Path) -> None:
+    out = tmp_path / "busy.json"
+    text = run("busy.py", "--tiny", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["alone", "beside a busy process", "two at once"]
+    for row in rows:
+        assert row["images_per_second"] > 0
+        assert f"{row['case']:<24} {row['images_per_second']:>9.1f}" in text
+    assert rows[2]["of_what_is_left"] == pytest.approx(2 * rows[2]["images_per_second"] / rows[0]["images_per_second"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import auto, config, fit, jobs
+from adclr import auto, config, cost, fit, jobs
 from adclr.config import UserError
 from adclr.settings import Settings
 from adclr.sources import ImageFolder
@@ -22,7 +22,10 @@ GIB = 2**30
     [
         (1_300_000, 400, 140 * GIB, "adclr_vitb16", {}),
         (1_300_000, 400, 24 * GIB, "adclr_vits16", {}),
-        (1_300_000, 400, None, "adclr_vits16", {"model.size": "tiny"}),
+        (1_300_000, 400, None, "adclr_cpu", {"train.epochs": 20}),
+        (400, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 120}),
+        (3_000, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 100}),
+        (9_469, 90, None, "adclr_cpu", {"views.global_size": 64, "views.local_size": 32, "model.patch_size": 8}),
         (200_000, 400, 140 * GIB, "adclr_vits16", {}),
         (
             9_469,
@@ -39,8 +42,9 @@ GIB = 2**30
             "adclr_small",
             {"views.global_size": 96, "views.local_size": 48, "model.patch_size": 8},
         ),
-        (20, 300, None, "adclr_small", {"train.batch_size": 2, "model.size": "tiny"}),
-        (1, 17, None, "adclr_small", {"train.batch_size": 1, "views.global_size": 16}),
+        (20, 300, None, "adclr_cpu", {"train.batch_size": 2}),
+        (1, 17, None, "adclr_cpu", {"train.batch_size": 1, "views.global_size": 16, "views.local_size": 8}),
+        (1, 17, 24 * GIB, "adclr_small", {"train.batch_size": 1, "views.global_size": 16}),
     ],
 )
 def test_choices_fit_the_collection_and_can_be_built(
@@ -53,6 +57,18 @@ def test_choices_fit_the_collection_and_can_be_built(
     assert settings.train.batch_size <= images
     assert all(len(reason) > 10 for reason in choice.reasons)
     assert any(recipe in reason for reason in choice.reasons)
+
+
+def test_the_recipe_for_a_cpu_is_small_and_of_the_same_method() -> None:
+    """On 2 cores 25.8 GFLOP an image, the choice of before, is 2 images/s; this many are some 20."""
+    cpu, small = (config.build(Settings, config.recipe(name)) for name in ("adclr_cpu", "adclr_small"))
+    assert cost.flops(cpu).step < 5e9
+    assert (cpu.optim.lr * cpu.train.batch_size) == (small.optim.lr * small.train.batch_size)
+    differing = {line.split()[0] for line in config.differences(cpu, small) if line.startswith("method.")}
+    assert differing == {"method.num_prototypes", "method.head_hidden_dim"}
+    for images, hours in ((400, 1), (3_000, 5), (10_000, 5)):
+        settings = config.build(Settings, config.recipe("adclr_cpu"), auto.choose(images, 800, None).settings)
+        assert images * settings.train.epochs / 20 / 3600 < hours
 
 
 def test_the_median_side_is_read_from_headers(images: Path, tmp_path: Path) -> None:

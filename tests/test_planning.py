@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,11 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import cli, config, cost, fit, gpus, launch, planning
+from adclr import augment, cli, config, cost, fit, gpus, launch, memory, planning, trial
 from adclr.augment import Views
 from adclr.config import UserError
+from adclr.decode import Decoder, Pixels
+from adclr.feed import Feed
 from adclr.settings import Settings
 from adclr.step import Step
 from tiny import TINY, Adclr, words
@@ -78,7 +84,6 @@ def test_mistakes_of_where_it_runs(adclr: Adclr) -> None:
 def test_where_the_gpu_decodes_its_rate_counts(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from adclr.feed import Feed
     from adclr.nvjpeg import GpuDecoder
 
     asked: list[Feed] = []
@@ -185,11 +190,11 @@ def test_the_model_knows_checkpointing_and_compiling() -> None:
     assert rate(large_off) == pytest.approx(0.987 * rate(large), rel=0.005)
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({}, (1, 2)), ({"micro_batch_size": 4}, (2, 1))])
+@pytest.mark.parametrize(("changes", "expected"), [({}, (1, 8)), ({"micro_batch_size": 4}, (2, 4))])
 def test_steps_are_timed_as_training_takes_them(
     images: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], expected: tuple[int, int]
 ) -> None:
-    """(micro-batches, images of each): on a CPU of two images in all."""
+    """(micro-batches, images of each), after a step of two images to see how long they take."""
     taken = set()
     take = Step._learn
 
@@ -200,16 +205,110 @@ def test_steps_are_timed_as_training_takes_them(
     monkeypatch.setattr(Step, "_learn", learn)
     plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
     accumulate, count = expected
-    assert taken == {(accumulate, accumulate, count)}
+    assert taken == {(1, 1, 2), (accumulate, accumulate, count)}
     assert plan["memory"]["accumulate"] == accumulate
-    assert f"by steps of {'2 × 1' if accumulate > 1 else '2'} images of noise" in plan["basis"]
+    assert f"by steps of {'2 × 4' if accumulate > 1 else '8'} images of noise" in plan["basis"]
+
+
+def work(seconds: float) -> None:
+    """Uses so much CPU time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_slow_model_is_timed_by_two_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def learn(_: Step, views: list[Views], *__: object) -> None:
+        taken.append(views[0].global_crops.shape[1])
+        work(0.02)
+
+    monkeypatch.setattr(Step, "__call__", learn)
+    monkeypatch.setattr(trial, "CPU_STEP_SECONDS", 0.02)
+    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+    assert set(taken) == {2}
+    assert plan["time"]["steps_images_per_second"] == pytest.approx(100, rel=0.5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_plan_does_not_count_what_is_paid_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first image of a thread, nor the first step, nor the part of a step that its images share."""
+    threads, steps = set(), list[int]()
+    decode = Decoder.__call__
+
+    def first_is_slow(decoder: Decoder, data: bytes) -> Pixels:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            time.sleep(0.5)
+        return decode(decoder, data)
+
+    def learn(*_: object) -> None:
+        steps.append(1)
+        work(1.0 if len(steps) == 1 else 0.1)  # whatever the number of images
+
+    monkeypatch.setattr(Decoder, "__call__", first_is_slow)
+    monkeypatch.setattr(Step, "__call__", learn)
+    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "off"})
+    assert plan["decoded"]["images_per_second"] > 200
+    assert plan["time"]["steps_images_per_second"] == pytest.approx(80, rel=0.3)  # 8 images in 0.1 seconds
+
+
+def test_a_plan_is_the_same_on_a_busy_machine(images: Path) -> None:
+    """Beside three processes for each core a step takes four times as long, which is no property of the run."""
+
+    def plan() -> Any:
+        return planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+
+    quiet, others = plan(), []
+    try:
+        for _ in range(3 * memory.cpu_count()):
+            others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        busy = plan()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    rates = [one["time"]["steps_images_per_second"] for one in (quiet, busy)]
+    assert rates[1] > rates[0] / 2
+    assert re.search(r"beside what runs there now it takes \d+\.\d times as long", busy["basis"])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_a_cpu_views_and_decoding_take_time_too(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = augment.render
+
+    def slow(packed: Any, *rest: Any) -> Views:
+        work(0.05 * len(packed.sizes))
+        return render(packed, *rest)
+
+    def plan(**changes: Any) -> Any:
+        return planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
+
+    monkeypatch.setattr(augment, "render", slow)
+    kept = plan()["time"]
+    assert 10 < kept["images_per_second"] < 20
+    parts = 1 / kept["steps_images_per_second"] + 1 / kept["views_images_per_second"]
+    assert kept["images_per_second"] == pytest.approx(1 / parts)
+    monkeypatch.setattr(Feed, "rate", lambda feed, *_: 30.0)
+    again = plan(cache="off")["time"]
+    parts = 1 / again["steps_images_per_second"] + 1 / again["views_images_per_second"] + 1 / 30
+    assert again["images_per_second"] == pytest.approx(1 / parts)
+
+
+def test_a_plan_without_images_has_views_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planning.run(None, images=50, recipe="adclr_vits16", overrides=TINY)
+    assert plan["time"]["images_per_second"] < plan["time"]["views_images_per_second"]
+    assert "and their views at" in " ".join(capsys.readouterr().out.split())
 
 
 def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {"images": 50_000_000, "recipe": "adclr_vitb16", "gpu": gpus.GPUS["l4"]}
     plan = planning.run(None, **told, out=tmp_path / "run")
-    assert [warning.split()[0] for warning in plan["warnings"]] == ["it"]
-    assert "days" in plan["warnings"][0]
+    (warning,) = plan["warnings"]
+    assert warning.startswith("it takes about ")
+    assert "days; fewer train.epochs, a smaller model.size" in warning
     monkeypatch.setattr(planning, "_free", lambda path: 1e6)
     plan = planning.run(None, **told, overrides={"micro_batch_size": 1024}, out=tmp_path / "run")
     first, _, last = plan["warnings"]
@@ -253,7 +352,7 @@ def test_too_many_images_at_once_are_told_which_number_fits(images: Path, monkey
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("adclr.step.Step.__call__", full)
-    with pytest.raises(UserError, match=r"do not fit into .* GiB; set train\.micro_batch_size=1"):
+    with pytest.raises(UserError, match=r"8 images at once do not fit into .* GiB; set train\.micro_batch_size=4"):
         planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, jobs, launch
+from adclr import config, jobs, journal, launch, writer
 from adclr.config import UserError
 from adclr.runs import Run
 from adclr.settings import Settings
@@ -136,6 +139,40 @@ def test_only_the_newest_checkpoints_are_kept_and_latest_is_the_newest(images: P
     assert sorted(path.name for path in (run.checkpoints / "step_8").iterdir()) == sorted(
         [f"{part}.safetensors" for part in PARTS] + ["manifest.json", "state.json"]
     )
+
+
+def test_a_checkpoint_is_written_every_so_many_minutes(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a step takes; here each takes ten minutes."""
+    clock = itertools.count(step=600.0)
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    run = pretrain(images / "train", tmp_path / "run", keep_checkpoints=9)
+    assert run.steps() == [2, 4, 6, 8]  # and not only at the end
+
+
+def test_minutes_between_checkpoints_can_be_set_and_changed(images: Path, tmp_path: Path) -> None:
+    run = pretrain(images / "train", tmp_path / "often", checkpoint_every_minutes=1e-9, keep_checkpoints=9)
+    assert run.steps() == list(range(1, 9))
+    run = pretrain(images / "train", tmp_path / "never", checkpoint_every_minutes=None, keep_checkpoints=9)
+    assert run.steps() == [8]
+    (run.path / "results.json").unlink()
+    pretrain(images / "train", run.path, checkpoint_every_minutes=3)
+    stored = run.settings()
+    assert stored is not None
+    assert stored.train.checkpoint_every_minutes == 3
+
+
+def test_a_run_of_days_is_warned_of_once(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(images / "train", tmp_path / "short")
+    assert "warning" not in capsys.readouterr().err
+    clock = itertools.count(step=8 * 3600.0)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pretrain(images / "train", tmp_path / "long", log_every_steps=4)
+    (warning,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert re.fullmatch(r"warning: it takes about \d+\.\d (days|hours); fewer train\.epochs, .*adclr_cpu.*", warning)
 
 
 def unfinished(images: Path, out: Path, **changes: Any) -> Run:

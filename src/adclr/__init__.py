@@ -52,6 +52,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'adclr' has no attribute {name!r}")
 
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    from adclr import memory
+
+    with memory.sleeping_threads():
+        value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

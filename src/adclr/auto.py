@@ -18,6 +18,10 @@ SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short 
 LARGE_COLLECTION = 1_000_000
 STEPS = 30_000  # about what a small collection is trained for: 200 epochs of 10 000 images in batches of 64
 BATCH = 64  # of a small collection: at equal epochs better than 128, since there are more steps (docs/log.md)
+# On a CPU the images of all epochs together are limited: 2 cores take about 20 images/s of `adclr_cpu`.
+CPU_IMAGES = 300_000  # 4 hours
+CPU_EPOCHS = 20, 120  # the fewest, of large collections, and the most: 400 photographs take 40 minutes
+CPU_BATCH = 32
 GIB = 2**30
 
 
@@ -57,10 +61,13 @@ def gpu_bytes(device: str) -> int | None:
 
 
 def choose(num_images: int, side: int, memory: int | None) -> Choice:
+    """The recipe and settings for so many images of about `side` pixels and so many bytes on the GPU; None: no GPU."""
+    if memory is None:
+        return _for_cpu(num_images, side)
     settings: dict[str, Any] = {}
     reasons = []
     if num_images >= SMALL_COLLECTION and side > 128:
-        large = num_images >= LARGE_COLLECTION and memory is not None and memory >= 60 * GIB
+        large = num_images >= LARGE_COLLECTION and memory >= 60 * GIB
         recipe = "adclr_vitb16" if large else "adclr_vits16"
         reasons.append(f"recipe {recipe}: {num_images} images of about {side} pixels")
     else:
@@ -81,21 +88,40 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
             local = max(16, size // 2 // 8 * 8)
             settings |= {"model.patch_size": 8, "views.global_size": size, "views.local_size": local}
             reasons.append(f"views of {size} and {local} pixels, patches of 8: the images are about {side} pixels")
-        batch = min(BATCH, 2 ** max(0, (num_images // 8).bit_length() - 1))
-        per_epoch = max(1, num_images // batch)
-        epochs = int(min(800, max(20, round(STEPS / per_epoch))))
-        settings |= {
-            "train.batch_size": batch,
-            "train.epochs": epochs,
-            "optim.warmup_epochs": max(1, epochs // 20),
-        }
-        reasons.append(f"batch {batch}, {epochs} epochs: about {epochs * per_epoch} steps")
-    if memory is None:
-        settings |= {"model.size": "tiny"}
-        reasons.append("model.size=tiny: there is no GPU")
-    else:
-        reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
+        batch = _batch(num_images, BATCH)
+        epochs = int(min(800, max(20, round(STEPS / max(1, num_images // batch)))))
+        length, reason = _length(num_images, batch, epochs)
+        settings |= length
+        reasons.append(reason)
+    reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
     return Choice(recipe, settings, reasons)
+
+
+def _for_cpu(num_images: int, side: int) -> Choice:
+    settings: dict[str, Any] = {}
+    recipe, reasons = "adclr_cpu", ["recipe adclr_cpu: there is no GPU"]
+    if side < 96:  # else the recipe's own views
+        patch = 8 if side >= 48 else 4
+        size = max(16, min(8, side // patch) * patch)
+        local = max(2 * patch, size // 2 // patch * patch)
+        settings |= {"model.patch_size": patch, "views.global_size": size, "views.local_size": local}
+        reasons.append(f"views of {size} and {local} pixels, patches of {patch}: the images are about {side} pixels")
+    fewest, most = CPU_EPOCHS
+    length, reason = _length(
+        num_images, _batch(num_images, CPU_BATCH), min(most, max(fewest, CPU_IMAGES // num_images))
+    )
+    return Choice(recipe, settings | length, [*reasons, reason])
+
+
+def _batch(num_images: int, most: int) -> int:
+    """The batch of a small collection: a power of 2, and at least eight of them in an epoch."""
+    return min(most, 1 << max(0, (num_images // 8).bit_length() - 1))
+
+
+def _length(num_images: int, batch: int, epochs: int) -> tuple[dict[str, Any], str]:
+    """Settings of a run so long, and the reason for people."""
+    settings = {"train.batch_size": batch, "train.epochs": epochs, "optim.warmup_epochs": max(1, epochs // 20)}
+    return settings, f"batch {batch}, {epochs} epochs: about {epochs * max(1, num_images // batch)} steps"
 
 
 def choose_for(source: Source, device: str) -> Choice:

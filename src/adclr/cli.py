@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from adclr import __version__
+from adclr import __version__, memory
 from adclr.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
@@ -178,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # a name the terminal cannot show must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    memory.prepare_threads()  # before a command imports torch
     try:
         _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adclr import memory
 from adclr.config import UserError
 
 PATIENCE = timedelta(hours=2)  # since the others wait while the first process scores a probe
@@ -56,7 +57,7 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """How many processes share this machine and its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return memory.local_processes()
 
 
 def barrier() -> None:
@@ -121,16 +122,19 @@ class Hosts:
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
 
-    def ask(self, yes: bool) -> Callable[[], bool]:
-        """Asks while other work is done; the function that is returned waits for whether any process says yes."""
+    def ask(self, *yes: bool) -> Callable[[], list[bool]]:
+        """Asks several questions while other work is done; the function that is returned waits for the answers.
+
+        The answer to a question is whether any process says yes.
+        """
         if self.group is None:
-            return lambda: yes
-        flag = torch.tensor(float(yes))
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            return lambda: list(yes)
+        flags = torch.tensor(yes, dtype=torch.float32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
 
-        def answer() -> bool:
+        def answer() -> list[bool]:
             work.wait()
-            return bool(flag)
+            return [bool(flag) for flag in flags]
 
         return answer

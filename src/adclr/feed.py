@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import Generic, TypeVar, cast
@@ -212,11 +213,18 @@ class Feed:
             packed = pack([self.image(int(index)) for index in indices], self.pin)
         return packed
 
-    def rate(self, batch: int = 128, batches: int = 4) -> float:
-        """Images/s that are read and decoded when nothing else runs; one batch before is not timed."""
+    def rate(self, batch: int = 128, batches: int = 4, seconds: float = float("inf")) -> float:
+        """Images/s that are read and decoded when nothing else runs; one batch before is not timed.
+
+        No batch is begun after so many seconds.
+        """
         spread = np.linspace(0, len(self.source) - 1, (1 + batches) * batch).astype(np.int64)
-        made = self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: None)
-        next(made)
-        started = time.perf_counter()
-        count = sum(len(found.packed.sizes) for found in made)
-        return count / (time.perf_counter() - started)
+        count = 0
+        with closing(self.batches(((0, part) for part in np.split(spread, 1 + batches)), lambda *_: None)) as made:
+            next(made)
+            started = time.perf_counter()
+            for found in made:
+                count, spent = count + len(found.packed.sizes), time.perf_counter() - started
+                if spent > seconds:
+                    break
+        return count / spent

@@ -116,7 +116,7 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
     workers = settings.data.num_workers
     feed = Feed(
         source,
-        memory.cpu_count() if workers is None else workers,
+        memory.cpu_share() if workers is None else workers,
         decoder(settings),
         settings.data.max_unreadable,
         pin=device.type == "cuda",

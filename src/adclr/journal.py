@@ -18,6 +18,7 @@ from adclr.config import UserError
 from adclr.evals.wording import is_percent
 from adclr.meter import NAMES, Meter, Void
 from adclr.optim import Schedules, Values
+from adclr.plan_text import LONG_SECONDS, long_run
 from adclr.progress import Line
 from adclr.runs import STOPPED, Run
 from adclr.settings import Settings
@@ -25,6 +26,7 @@ from adclr.signals import Signals
 
 # Lines of voided.jsonl that are written; each has the keys of a whole batch.
 MOST_LISTED = 1000
+PACE_STEPS = 2  # at least, from which the time of a whole run is estimated
 
 
 class Probe(Protocol):
@@ -63,6 +65,9 @@ class Journal:
         self.condition = ""
         self.troubled = False  # lines are held back, which was said
         self.listed = sum(1 for _ in run.rows("voided.jsonl"))
+        self.on_gpu = meter.sums.is_cuda
+        self.paced: tuple[int, float] | None = None  # step and time since when the pace is measured
+        self.estimated = False
 
     def __enter__(self) -> Self:
         self.line.__enter__()
@@ -89,7 +94,8 @@ class Journal:
     def step(self, done: int, values: Values, losses: Tensor, ok: Tensor, look: Callable[[], dict[str, float]]) -> None:
         """Takes note of a step; every few this is where the host waits for the device, and `look`s at its health."""
         self.meter.add(done, losses, ok)
-        if done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps:
+        line_is_due = done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps
+        if line_is_due:
             means, void, last_void = self.meter.read()
             seconds = time.monotonic() - self.clock
             speed = (done - self.marked) * self.settings.train.batch_size / seconds
@@ -104,7 +110,22 @@ class Journal:
             self.write(done, means | schedule | seen)
             self.text = f"{_describe(means, speed)}{self.condition}"
             self._note_void(done, void, last_void)
+        if line_is_due or not self.on_gpu:  # else the host does not know how far the GPU is
+            self._estimate(done)
         self.line.move(done, self.text)
+
+    def _estimate(self, done: int) -> None:
+        """Warns once of a run that takes over a day, by its first steps but the very first, which sets things up."""
+        if self.estimated:
+            return
+        now = time.monotonic()
+        if self.paced is None:
+            self.paced = done, now
+        elif done - self.paced[0] >= PACE_STEPS:
+            self.estimated = True
+            left = (now - self.paced[1]) / (done - self.paced[0]) * (self.schedules.total_steps - done)
+            if left > LONG_SECONDS:
+                self.say(f"warning: {long_run(left, self.on_gpu)}")
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:

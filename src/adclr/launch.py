@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ FREE = (
     "train.log_every_steps",
     "train.health_every_steps",
     "train.checkpoint_every_steps",
+    "train.checkpoint_every_minutes",
     "train.keep_checkpoints",
     "train.free_checkpoints",
     "train.loggers",
@@ -53,6 +55,13 @@ FREE = (
     "probe.memory_size",
     "data.labels",
 )
+
+# Settings in epochs that must fit into those of the run, and whether they may fill it.
+IN_EPOCHS = {
+    "optim.warmup_epochs": False,
+    "method.teacher_temperature_warmup_epochs": True,
+    "optim.freeze_last_layer_epochs": False,
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,9 @@ def prepare(
     elif stored is not None:
         base = stored.model_dump(mode="json")
     overrides, told = adopted(base, overrides, stored)
-    settings = config.build(Settings, base, overrides)
+    if stored is not None:
+        overrides = _unscaled(base, overrides, stored) | overrides
+    settings = settle(base, overrides)
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
@@ -107,8 +118,16 @@ def prepare(
     if named is None and stored is None:
         choice = auto.choose_for(source, settings.train.device)
         reasons = choice.reasons + told
-        settings = chosen(choice, overrides)
-    if stored is not None:
+        base = choice_settings(choice)
+        settings = settle(base, overrides)
+    if stored is None:
+        reasons = reasons + [
+            f"{path}={value:g} instead of {_own(base)[path]:g}: in proportion to train.epochs={settings.train.epochs}"
+            for path, value in shortened(base, overrides).items()
+        ]
+    else:
+        if stored.train.epochs != settings.train.epochs:
+            raise UserError(_other_epochs(run, stored.train.epochs, settings.train.epochs))
         found = config.differences(stored, settings, FREE)
         if found:
             raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
@@ -149,10 +168,70 @@ def adopted(
     return {path: before[path] for path in paths if path not in said} | said, []
 
 
-def chosen(choice: auto.Choice, overrides: Mapping[str, Any]) -> Settings:
-    """The settings of an automatic choice, with what the user says on top."""
-    base = config.flatten(config.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
-    return config.build(Settings, base, overrides)
+def choice_settings(choice: auto.Choice) -> dict[str, Any]:
+    """The settings of an automatic choice, in the place of a recipe's."""
+    return config.flatten(config.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
+
+
+def settle(base: Mapping[str, Any], said: Mapping[str, Any]) -> Settings:
+    """Builds the settings of a recipe with what the user says on top.
+
+    Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
+    """
+    return config.build(Settings, base, shortened(base, said), said)
+
+
+def shortened(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the settings in epochs that fit into the recipe's epochs and not into the user's, scaled to these.
+
+    A recipe that says nothing of its warm-up has the default one, which is scaled to its epochs too.
+    """
+    default, own, told = _own({}), _own(base), _named(said)
+    epochs, found = told.get("train.epochs", own["train.epochs"]), {}
+    for path, may_fill in IN_EPOCHS.items():
+        length, reference = own[path], own["train.epochs"]
+        if path == "optim.warmup_epochs" and path not in _named(base) and not _fits(length, reference, may_fill):
+            reference = default["train.epochs"]
+        if path not in told and _fits(length, reference, may_fill) and not _fits(length, epochs, may_fill):
+            found[path] = float(f"{length * epochs / reference:.3g}")
+    return found
+
+
+def _fits(length: Any, epochs: Any, may_fill: bool) -> bool:
+    """Whether so many epochs are a part of the others; what is no number is for others to refuse."""
+    numbers = isinstance(length, int | float) and isinstance(epochs, int | float)
+    return not numbers or length < epochs or (may_fill and length == epochs)
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their full names."""
+    return {config.full_name(Settings, name): value for name, value in config.flatten(values).items()}
+
+
+def _own(base: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a recipe, with the defaults of those that it does not set."""
+    return config.flatten(Settings().model_dump(mode="json")) | _named(base)
+
+
+def _unscaled(base: Mapping[str, Any], said: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
+    """Settings in epochs that a run has as its recipe has them: it began before they were scaled."""
+    before = config.flatten(stored.model_dump(mode="json"))
+    return {path: before[path] for path in shortened(base, said) if before[path] == _own(base)[path]}
+
+
+def _other_epochs(run: Run, before: int, wanted: int) -> str:
+    """A sentence on what to do instead of changing the epochs of a run."""
+    if not run.finished or wanted < before:
+        return (
+            f"{run.path} is a run of {before} epochs, by which its learning rate falls; leave out epochs={wanted}, or "
+            "choose another --out"
+        )
+    further, file = f"{run.path}-further", run.path / "settings.yaml"
+    command = ["adclr", "pretrain", "--out", further, "--recipe", str(file), f"init={run.path}"]
+    return (
+        f"{run.path} has done its {before} epochs, and its learning rate ends there; train its weights further, from a "
+        f"new warm-up on, by {shlex.join(command)} epochs={wanted - before}"
+    )
 
 
 def _foreign(folder: Path) -> bool:

@@ -6,8 +6,11 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from adclr.progress import duration
+
 COLUMNS = 110
 GB_IN_GIB = 2**30 / 1e9
+LONG_SECONDS = 24 * 3600.0  # of a run; beyond, the user is warned
 
 
 def describe(plan: Mapping[str, Any]) -> list[str]:
@@ -23,9 +26,9 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         f"{memory['images_that_fit']} images fit at once{many}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
         f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{_duration(spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{_duration(spent['seconds_per_epoch'] / 3600)} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
-        "the step alone, without probes",
+        "time": f"{duration(3600 * spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{duration(spent['seconds_per_epoch'])} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
+        + _covered(spent),
         "disk": f"{size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {size(disk['checkpoint_gb'])} "
         f"(one of them while it is written), backbone {size(disk['backbone_gb'])}, logs {size(disk['logs_gb'])}, "
         f"index {size(disk['index_gb'])}" + ("" if free is None else f"; {size(free)} are free"),
@@ -40,11 +43,21 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
     return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in told]
 
 
-def _duration(hours: float) -> str:
-    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
-        if hours >= 2 * length:
-            return f"{hours / length:.1f} {unit}"
-    return f"{hours * 3600:.3g} seconds"
+def _covered(spent: Mapping[str, Any]) -> str:
+    """What the time is of."""
+    steps, views = spent["steps_images_per_second"], spent["views_images_per_second"]
+    if views is None:
+        return "the step alone, without probes"
+    return f"steps at {steps:.3g} images/s and their views at {views:.3g}, without probes"
+
+
+def long_run(seconds: float, on_gpu: bool) -> str:
+    """A sentence for who starts a run that takes so long."""
+    shorter = "fewer train.epochs, a smaller model.size, smaller views.global_size or fewer views.num_local"
+    shorter += ", or more GPUs, make it shorter" if on_gpu else ", or a GPU, make it shorter"
+    if not on_gpu:
+        shorter += "; --recipe adclr_cpu is made for a CPU"
+    return f"it takes about {duration(seconds)}; {shorter}"
 
 
 def size(gigabytes: float) -> str:

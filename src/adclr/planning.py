@@ -1,26 +1,28 @@
 """What a run will need before it is started: memory, time and disk, and the batch that fits.
 
 Measured where the run would go: the micro-batch is fitted and a few real steps are timed, on views of noise. For a
-GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the time of `stated_seconds`. Either is of
-the step alone; probes are not in it, and of the data path only decoding is looked at.
+GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the time of `stated_seconds`. Probes are not
+in either. A GPU makes views beside its steps, so that of the data path only decoding is looked at. On a CPU steps,
+views and decoding take turns on the same cores, so that the time of an image is the sum of theirs.
 """
 
 from __future__ import annotations
 
 import shutil
-import statistics
-import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from adclr import auto, config, cost, launch, outputs
 from adclr.collection import open_source
 from adclr.config import UserError
 from adclr.decode import Pixels, Unreadable
 from adclr.gpus import Gpu
-from adclr.plan_text import describe, size
+from adclr.plan_text import LONG_SECONDS, describe, long_run, size
 from adclr.runs import check_writable, provenance, write_json
 from adclr.settings import Settings
 from adclr.sources import Source
@@ -36,11 +38,10 @@ UNCOMPILED = 1.013  # times as long
 # A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
 LAUNCH_SECONDS = 0.0068
 GIB, GB = 2**30, 1e9
-LONG_DAYS = 30.0  # beyond, the user is warned
 ASSUMED_SIDE = 256  # pixels of images of which only the number is known
 NAME_BYTES = 64  # of the index, for each of such images
-GPU_WARM, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
-CPU_WARM, CPU_STEPS, CPU_IMAGES = 1, 2, 2  # on a CPU 2 steps of 2 images: a large model takes seconds for each
+DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most
+VIEWED = 8  # images whose views are timed
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Sample:
     place: Literal["ram", "gpu"] | None  # where data.cache keeps them
     images_per_second: float  # read and decoded, by all threads and the GPU where it decodes
     threads: int
+    images: list[Pixels]  # some of them
 
 
 def run(
@@ -95,7 +97,8 @@ def run(
     sample = _sample(source, settings, gpu) if source is not None else None
     filled = sample.bytes if sample and sample.place == "gpu" else 0.0
     device = _stated(settings, local, num_gpus, gpu, filled) if gpu else _measured(settings, local, num_gpus, filled)
-    plan = _report(settings, source, count, num_gpus, device, sample, out)
+    views = None if device.on_gpu else _views_per_second(settings, sample)
+    plan = _report(settings, source, count, num_gpus, device, sample, views, out)
     print(printable_lines("\n".join([*reasons, *describe(plan)])))
     if file is not None:
         facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance() | outputs.signature("plan")}
@@ -122,7 +125,7 @@ def _settle(
     named = recipe if recipe != "auto" else None
     base = config.recipe(named) | {"recipe": named} if named else {}
     overrides, adopted = launch.adopted(base, overrides)
-    settings = config.build(Settings, base, overrides)
+    settings = launch.settle(base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
         raise UserError(
@@ -140,7 +143,7 @@ def _settle(
         told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
     side = ASSUMED_SIDE if source is None else auto.median_side(source)
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.chosen(choice, overrides), source, told + choice.reasons + adopted
+    return launch.settle(launch.choice_settings(choice), overrides), source, told + choice.reasons + adopted
 
 
 def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
@@ -161,24 +164,26 @@ def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
 
 
 def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
-    """Decodes a few images, as the cache does to guess the size of all."""
+    """Decodes a few images, as the cache does to guess the size of all, and then times it, as training decodes."""
     from adclr import cache, devices, jobs, memory
     from adclr.feed import Feed
     from adclr.nvjpeg import GpuDecoder
 
     decoder, workers = jobs.decoder(settings), settings.data.num_workers
-    threads = max(1, memory.cpu_count() if workers is None else workers)
+    threads = max(1, memory.cpu_share() if workers is None else workers)
+    images: list[Pixels] = []
 
     def read(index: int) -> Pixels | None:
         try:
-            return decoder(source.read(index))
+            pixels = decoder(source.read(index))
         except (Unreadable, OSError):
             return None
+        if len(images) < VIEWED:
+            images.append(pixels)
+        return pixels
 
     with Workers(threads, "plan") as pool:
-        started = time.perf_counter()
         size = cache.guess(read, len(source), pool)
-        rate = min(cache.SAMPLE, len(source)) / (time.perf_counter() - started)
     if not size:
         raise UserError(f"none of the images of {source.root} that were tried can be read; are they images?")
     if gpu is not None:
@@ -186,13 +191,26 @@ def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
     else:
         device = devices.choose(settings.train.device)
         free = memory.available(device) if device.type == "cuda" else 0.0
-        if GpuDecoder.suits(device):
-            rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
+    if gpu is None and GpuDecoder.suits(device):
+        rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
+    else:
+        rate = Feed(source, threads, decoder).rate(DECODE_BATCH, DECODE_BATCHES, DECODE_SECONDS)
     mode = settings.data.cache
     if mode == "gpu" and not free:
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
     where = None if mode == "off" else cache.place(mode, size, cache.Room(memory.host_memory(), free))
-    return Sample(size, where, rate, threads)
+    return Sample(size, where, rate, threads, images)
+
+
+def _views_per_second(settings: Settings, sample: Sample | None) -> float:
+    """Images/s of the views on a CPU; of noise where there are no images."""
+    from adclr import trial
+
+    if sample is not None:
+        return trial.time_views(settings, sample.images)
+    side, channels = min(ASSUMED_SIDE, settings.data.max_side or ASSUMED_SIDE), settings.model.num_channels
+    noise = np.random.default_rng(0).integers(0, 256, (VIEWED, channels, side, side), np.uint8)
+    return trial.time_views(settings, list(noise))
 
 
 def stated_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
@@ -228,7 +246,7 @@ def _measured(settings: Settings, local_batch: int, num_gpus: int, filled: float
     """The device that is here, by a few steps as training will take them: as many micro-batches, recorded or not."""
     import torch
 
-    from adclr import devices, fit, jobs, memory, optim, speed, step
+    from adclr import devices, fit, jobs, memory, trial
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
@@ -243,33 +261,22 @@ def _measured(settings: Settings, local_batch: int, num_gpus: int, filled: float
         whole = memory.host_memory()
         room = fit.CPU_SHARE * whole
     micro = settings.train.micro_batch_size or fit.largest(local_batch, each, room)
-    accumulate = local_batch // micro
-    if not gpu:
-        accumulate = min(accumulate, CPU_IMAGES)
-    timed = micro if gpu else min(micro, CPU_IMAGES // accumulate)
-    views = [fit.random_views(settings, timed, device, round(cost.hidden_patches(settings)))] * accumulate
-    values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
-    fits, counts = True, (GPU_STEPS, GPU_REPEATS) if gpu else (CPU_STEPS, 1)
-    try:
-        record = speed.ready(speed.prepare(method, settings, device, dtype, timed))
-        optimizer = optim.make_optimizer(method.student, settings)
-        take = step.Step(settings, method, optimizer, device, dtype, accumulate, record and num_gpus == 1)
-        for _ in range(GPU_WARM if gpu else CPU_WARM):
-            take(views, values)
-        spent = statistics.median(step.seconds(lambda: take(views, values), device, *counts))
-    except torch.OutOfMemoryError:
-        fits = False
-    if not fits:
+    timed = None
+    with suppress(torch.OutOfMemoryError):
+        timed = trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus)
+    if timed is None:  # here no traceback holds on to memory
         raise UserError(
-            f"{timed} images at once do not fit into {whole / GIB:.1f} GiB; "
-            f"set train.micro_batch_size={fit.largest(local_batch, each, room, max(1, timed // 2))}"
+            f"{micro} images at once do not fit into {whole / GIB:.1f} GiB; "
+            f"set train.micro_batch_size={fit.largest(local_batch, each, room, max(1, micro // 2))}"
         )
     name = torch.cuda.get_device_name(device) if gpu else f"the {memory.cpu_count()} CPU cores of this machine"
-    images = f"{accumulate} × {timed}" if accumulate > 1 else f"{timed}"
+    images = f"{timed.accumulate} × {timed.micro_batch}" if timed.accumulate > 1 else f"{timed.micro_batch}"
     basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {images} images of noise"
     if not gpu:
+        if timed.slowdown > 1.2:
+            basis += f", as if they were free: beside what runs there now it takes {timed.slowdown:.1f} times as long"
         basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
-    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, accumulate * timed / spent)
+    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, timed.images_per_second)
 
 
 def _report(
@@ -279,6 +286,7 @@ def _report(
     num_gpus: int,
     device: Device,
     sample: Sample | None,
+    views: float | None,  # images/s, where they are made by the cores that also do the steps
     out: Path | None,
 ) -> dict[str, Any]:
     batch, epochs = settings.train.batch_size, settings.train.epochs
@@ -286,17 +294,19 @@ def _report(
     rate, warnings = num_gpus * device.images_per_second, []
     if device.micro_batch > fits:
         warnings.append(f"train.micro_batch_size={device.micro_batch} does not fit: at most {max(0, fits)} images do")
-    # on a CPU steps and decoding share the cores, and of another machine nothing is known
-    if device.measured and device.on_gpu and sample and not sample.place:
-        if sample.images_per_second < rate:
+    decoded = sample.images_per_second if sample and not sample.place else None  # in every epoch
+    if views is not None:
+        rate = 1 / (1 / rate + 1 / views + (1 / decoded if decoded else 0))
+    elif device.measured and decoded:  # of another machine nothing is known
+        if decoded < rate:
             warnings.append(
-                f"images are decoded more slowly ({sample.images_per_second:.0f}/s) than the step takes them "
-                f"({rate:.0f}/s), so the time is theirs; smaller files or data.max_side help"
+                f"images are decoded more slowly ({decoded:.0f}/s) than the step takes them ({rate:.0f}/s), so the "
+                "time is theirs; smaller files or data.max_side help"
             )
-        rate = min(rate, sample.images_per_second)
+        rate = min(rate, decoded)
     hours = steps * batch / rate / 3600
-    if hours > 24 * LONG_DAYS:
-        warnings.append(f"it takes {hours / 24:.0f} days; take fewer epochs, a smaller model or more GPUs")
+    if 3600 * hours > LONG_SECONDS:
+        warnings.append(long_run(3600 * hours, device.on_gpu))
     disk = _disk(settings, source, count, steps)
     disk["free_gb"] = None if out is None else _free(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
@@ -325,6 +335,8 @@ def _report(
         "time": {
             "gflop_per_image": cost.flops(settings).step / 1e9,
             "images_per_second": rate,
+            "steps_images_per_second": num_gpus * device.images_per_second,
+            "views_images_per_second": views,  # where they take turns with the steps
             "hours": hours,
             "seconds_per_epoch": hours * 3600 / epochs,
         },

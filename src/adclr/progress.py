@@ -11,13 +11,21 @@ from typing import Self, TypeVar
 from rich.console import Console
 from rich.control import Control
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.segment import ControlType
 
 from adclr.text import printable
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the unit that suits it: 45 seconds, 12.3 minutes, 4.6 days."""
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.3g} seconds"
 
 
 class Line:
@@ -32,12 +40,12 @@ class Line:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),  # rich's own forgets what is more than 30 seconds ago, such as a step
             console=self.console,
             disable=not self.live,
             transient=True,
         )
-        self.task = self.bar.add_task(name, total=total, completed=done, text="")
+        self.task = self.bar.add_task(name, total=total, completed=done, text="", left="")
         self.started = self.printed = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -50,15 +58,14 @@ class Line:
         self.bar.stop()
 
     def move(self, done: int, text: str = "") -> None:
-        if self.live:
-            self.bar.update(self.task, completed=done, text=escape(printable(text)))
-            return
         now = time.monotonic()
-        if now - self.printed >= PLAIN_SECONDS or done == self.total:
+        begun = done - self.first  # of nothing done yet nobody knows what is left
+        left = f"{duration((now - self.started) / begun * (self.total - done))} left" if begun else ""
+        if self.live:
+            self.bar.update(self.task, completed=done, text=escape(printable(text)), left=left)
+        elif now - self.printed >= PLAIN_SECONDS or done == self.total:
             self.printed = now
-            begun = done - self.first  # of nothing done yet nobody knows what is left
-            left = f" {(now - self.started) / begun * (self.total - done):.0f} s left" if begun else ""
-            self.say(f"{self.name} {done}/{self.total} {text}{left}")
+            self.say(" ".join(part for part in (self.name, f"{done}/{self.total}", text, left) if part))
 
     def say(self, text: str) -> None:
         """A line that stays."""

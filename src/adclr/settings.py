@@ -15,6 +15,7 @@ Temperature = Annotated[float, Field(ge=0.001, le=1000)]
 Deviation = Annotated[float, Field(ge=0.001, le=1000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Crops = Annotated[int, Field(ge=0, le=10_000)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
 
 # width, depth, heads of each size of the ViT
 VIT_SIZES: dict[str, tuple[int, int, int]] = {
@@ -31,7 +32,9 @@ class Data(Section):
     path: str = Field("", description="folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)")
     labels: bool = Field(False, description="the first level of sub-folders names classes; only the probe uses them")
     num_workers: int | None = Field(
-        None, ge=0, description="decoding threads; 0: one, and nothing ahead; null: one for each CPU core"
+        None,
+        ge=0,
+        description="decoding threads; 0: one, and nothing ahead; null: the CPU cores, divided by the processes here",
     )
     max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
     max_value: Positive | None = Field(
@@ -226,7 +229,7 @@ class Optim(Section):
 class Train(Section):
     """How long, how large, where, and what is kept."""
 
-    epochs: Count = Field(100, description="passes over the images")
+    epochs: Epochs = Field(100, description="passes over the images")
     batch_size: Count = Field(1024, description="images in one step, over all processes")
     micro_batch_size: Count | None = Field(
         None, description="images at once in one process, the rest accumulated; null: fitted to memory"
@@ -258,6 +261,9 @@ class Train(Section):
     )
     checkpoint_every_steps: Count | None = Field(
         None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
+    )
+    checkpoint_every_minutes: Positive | None = Field(
+        15.0, description="minutes after which a checkpoint is written besides; null: never for the time's sake"
     )
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
     free_checkpoints: bool = Field(

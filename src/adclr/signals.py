@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 from adclr import distributed
 
@@ -25,8 +25,15 @@ class Stopped(SystemExit):
     """The run was told to stop and what it has learned is on the disk; not caught, it ends the program with code 75."""
 
 
+class Asked(NamedTuple):
+    """What all processes do after a step."""
+
+    stop: bool
+    save: bool
+
+
 class Signals:
-    """`with Signals(say) as signals: ... if signals.asked(): break`, which all processes ask after every step.
+    """`with Signals(say) as signals: ... if signals.asked().stop: break`, which all processes ask after every step.
 
     Signals come in through a thread, so that a second one ends the process even while its first thread waits for a GPU
     or for other processes that do not answer. That is harmless: what is being written bears a temporary name.
@@ -38,7 +45,7 @@ class Signals:
         self._interruptible = False
         self._before: dict[signal.Signals, Any] = {}
         self._hosts = distributed.Hosts()
-        self._answer: Callable[[], bool] | None = None
+        self._answer: Callable[[], list[bool]] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python lets no other have them
@@ -63,19 +70,19 @@ class Signals:
         if kind is None and self._answer is not None:
             self._answer()  # the others, who are at the same step, have asked too
 
-    def asked(self) -> bool:
-        """Whether to stop now: the same answer after the same step in every process, and no GPU is waited for.
+    def asked(self, overdue: bool = False) -> Asked:
+        """Whether to stop now, and whether to save because a process says that this is `overdue`.
 
-        Between several processes a few bytes travel from host to host while the next step is done, so the answer is of
-        the step before.
+        The answer after the same step is the same in every process, and no GPU is waited for: between several
+        processes a few bytes travel from host to host while the next step is done, so the answer is of the step before.
         """
         if distributed.world_size() == 1:
-            return self.caught is not None
-        if self._answer is not None and self._answer():
-            self._answer = None
-            return True
-        self._answer = self._hosts.ask(self.caught is not None)
-        return False
+            return Asked(self.caught is not None, overdue)
+        answer = Asked(False, False) if self._answer is None else Asked(*self._answer())
+        self._answer = None
+        if not answer.stop:  # what is about to be saved is not asked for once more
+            self._answer = self._hosts.ask(self.caught is not None, overdue and not answer.save)
+        return answer
 
     def cut_short(self, work: Callable[[], T]) -> T | None:
         """Does some work that is given up when a signal comes, or has come; None if it was."""

@@ -152,8 +152,8 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                 journal.step(done, values, losses, ok, look)
                 if probe and probe.due(done):
                     journal.score(done, probe, signals)
-                stop = signals.asked()
-                if stop or done % every == 0 or done == total:
+                stop, overdue = signals.asked(writer.overdue())
+                if stop or overdue or done % every == 0 or done == total:
                     with journal.apart("saving"):
                         _save(job, writer, done)
                 writer.check()

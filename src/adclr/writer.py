@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -36,11 +37,12 @@ class Writer:
 
     def __init__(self, run: Run, settings: Settings, say: Callable[[str], None]) -> None:
         self.run, self.keep, self.say = run, settings.train.keep_checkpoints, say
-        self.may_free = settings.train.free_checkpoints
+        self.may_free, self.minutes = settings.train.free_checkpoints, settings.train.checkpoint_every_minutes
         self.main = distributed.is_main()
         self.failed = 0  # saves in a row
         self.error: OSError | None = None  # of the last save
         self.step = 0  # of the last save
+        self._saved = time.monotonic()  # when that was; at first the start
         self._notes: list[str] = []  # of the thread, for the loop to say
         self._copies: Parts = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -60,9 +62,14 @@ class Writer:
         finally:
             self._thread.shutdown()
 
+    def overdue(self) -> bool:
+        """Whether a checkpoint is due by the clock; only the first process says so, since clocks differ."""
+        return self.main and self.minutes is not None and time.monotonic() - self._saved >= 60 * self.minutes
+
     def save(self, state: State, tensors: Parts, metered: Tensor, decode: Callable[[Tensor], dict[str, Any]]) -> None:
         """`decode` makes the state's meter of what was metered, once that is on the host."""
         self.wait()
+        self._saved = time.monotonic()
         copies = {part: self._copied(part, named) for part, named in tensors.items()}
         if not self.main:
             return

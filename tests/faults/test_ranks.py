@@ -64,6 +64,25 @@ def test_any_number_of_processes_and_workers_learns_the_same(
         torch.testing.assert_close(tensor, exported[1][name], rtol=1e-3, atol=1e-4)
 
 
+def test_all_processes_save_when_the_clock_of_the_first_says_so(images: Path, tmp_path: Path, whole: Run) -> None:
+    """The clock of the others stands still, so that they would never save by themselves."""
+    before = """
+import itertools, os, types
+from adclr import writer
+count = itertools.count(step=600.0 if os.environ["RANK"] == "0" else 0.0)
+writer.time = types.SimpleNamespace(monotonic=lambda: next(count))
+"""
+    process = lives.start(
+        images / "train", tmp_path / "run", before=before, ranks=2, keep_checkpoints=20, cache="off", **CHANGES
+    )
+    code, _, errors = lives.finish(process, 240)
+    assert code == 0, errors
+    run = Run(tmp_path / "run")
+    assert run.steps() == [3, 6]  # due after 20 minutes, at step 2, which all know a step later; and the end
+    for a, b in zip(losses(whole), losses(run), strict=True):
+        assert a == pytest.approx(b, rel=1e-5), a[0]
+
+
 GRADIENTS = """
 import sys, torch
 from safetensors.torch import save_file

@@ -16,6 +16,7 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+from adclr import memory
 from adclr.config import UserError
 from adclr.progress import Line
 from adclr.runs import Run, write_json
@@ -172,12 +173,13 @@ def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, 
     run, file = Run(place.out / name), place.out / "jobs" / f"{name}.json"
     write_json(file, job_of(study, cell, results, place))
     gpu, log = place.gpus[slot], file.with_suffix(".log")
+    threads = memory.thread_environment(len(place.gpus))
     with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "adclr.study.work", str(file), str(leash)],
             stdout=said,
             stderr=subprocess.STDOUT,
-            env=os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+            env=os.environ | threads | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
             pass_fds=[leash],
             process_group=0,  # Ctrl-C reaches this process alone, which then tells it, once
         )

@@ -244,7 +244,7 @@ def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed:
                 raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
             said[path] = value
     said["train.seed"] = seed
-    settings = config.build(Settings, config.recipe(recipe), said, {"data.path": outline.data})
+    settings = launch.settle(config.recipe(recipe), said | {"data.path": outline.data})
     words = [f"{path.rsplit('.', 1)[-1]}={_shown(value)}" for path, value in point.items()]
     return Cell(name, ", ".join(words), tuple(point.values()), seed, recipe, said, settings, arm.untrained)
 

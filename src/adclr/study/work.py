@@ -16,7 +16,6 @@ from typing import Any
 from adclr import config, evals, jobs, launch, training
 from adclr.config import UserError
 from adclr.runs import Run, read_json
-from adclr.settings import Settings
 from adclr.study import results
 from adclr.study.outline import Evaluation
 from adclr.text import printable
@@ -28,7 +27,7 @@ def work(job: dict[str, Any]) -> None:
     run, result = Run(job["run"]), Path(job["result"])
     if not result.exists() or not (run.path / "backbone.safetensors").exists():
         if job["untrained"]:
-            settings = config.build(Settings, config.recipe(job["recipe"]), job["said"])
+            settings = launch.settle(config.recipe(job["recipe"]), job["said"])
             save_backbone(run.path, jobs.build(settings).teacher.backbone.state_dict(), settings)
         else:
             training.run(launch.prepare(job["data"], run.path, job["recipe"], job["said"]))
