@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import doctor
+from adclr import auto, doctor
 from adclr.config import build, parse_words, recipe
 from adclr.settings import Settings
 from test_decode import deep_png
@@ -114,8 +114,9 @@ def test_the_advice_can_be_pasted_into_a_shell(ward: Path, tmp_path: Path, adclr
     assert done.returncode == 0, done.stderr
 
 
-def test_lists_in_advice_are_quoted(tmp_path: Path) -> None:
-    """Images of more than 128 pixels have a setting that is a list, with a space in it."""
+def test_lists_in_advice_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, images of more than 128 pixels have a setting that is a list, with a space in it."""
+    monkeypatch.setattr(auto, "gpu_bytes", lambda device: 80 * 2**30)
     (tmp_path / "data").mkdir()
     for number in range(8):
         photo(140, 150).save(tmp_path / "data" / f"{number}.png")
