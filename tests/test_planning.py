@@ -259,7 +259,7 @@ def test_a_plan_does_not_count_what_is_paid_once(images: Path, monkeypatch: pyte
 def test_a_plan_is_the_same_on_a_busy_machine(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside three processes for each core a step takes four times as long, which is no property of the run.
 
-    Steps of a known CPU time on one thread: those of a tiny network take milliseconds, and vary threefold by themselves.
+    Its steps take a known CPU time on one thread; those of a tiny network take milliseconds and vary threefold.
     """
     monkeypatch.setattr(Step, "__call__", lambda *_: work(0.1))
 
