@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adclr import attention
-from adclr.attention import Config, Group
-from adclr.recorded import record
+from adclr.model.ops import attention
+from adclr.model.ops.attention import Config, Group
+from adclr.training.cuda_graph import record
 
 Attend = Callable[[Tensor, list[Group], int], Tensor]
 FORWARDS = {

@@ -21,8 +21,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from adclr import memory, scenes
-from adclr.runs import Run, provenance, write_json
+from adclr.data.sets import scenes
+from adclr.system import machine
+from adclr.system.runs import Run, provenance, write_json
 
 BATCH = 32
 EPOCHS = 50_000  # longer than any measurement: a run is ended when it has been measured
@@ -66,7 +67,7 @@ def steps(run: Run) -> list[float]:
 
 def measure(folder: Path, images: Path, runs: int, busy: int, waiting: str, given: argparse.Namespace) -> float:
     """Returns the mean images/s of so many runs at once beside so many busy processes."""
-    names = (*memory.WAIT_VARIABLES, *memory.THREAD_VARIABLES)
+    names = (*machine.WAIT_VARIABLES, *machine.THREAD_VARIABLES)
     environment = {name: value for name, value in os.environ.items() if name not in names} | WAITING[waiting]
     words = [f"{name}={value}" for name, value in (SETTINGS | (TINY if given.tiny else {})).items()]
     found = [Run(folder / f"run{number}") for number in range(runs)]
@@ -100,7 +101,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.tiny:
         given.seconds = 0.2
-    cores = memory.cpu_count()
+    cores = machine.cpu_count()
     left = (cores - 1) / cores if cores > 1 else 0.5  # beside a busy process
     # runs, busy processes, share of the cores for each run
     cases = {"alone": (1, 0, 1.0), "beside a busy process": (1, 1, left), "two at once": (2, 0, 0.5)}

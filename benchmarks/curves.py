@@ -22,13 +22,19 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import numpy as np
 import torch
 
-from adclr import attention, augment, config, devices, fused, jobs, mlp, norm, optim, scenes
-from adclr.draws import key_of
-from adclr.runs import provenance, write_json
-from adclr.settings import Settings
-from adclr.speed import prepare, ready
-from adclr.step import Step
-from adclr.views import plan
+from adclr.config import sections
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.draws import key_of
+from adclr.data.sets import scenes
+from adclr.data.views import plan
+from adclr.model.ops import attention, head_loss, mlp, norm
+from adclr.system import devices
+from adclr.system.runs import provenance, write_json
+from adclr.training import job
+from adclr.training.schedules import Schedules, make_optimizer
+from adclr.training.speed import prepare, ready
+from adclr.training.step import Step
 
 IMAGES = 256
 TINY = {"model.size": "tiny", "model.depth": 2, "method.num_prototypes": 64, "views.num_local": 2}
@@ -41,10 +47,10 @@ def never(*_: object) -> bool:
 def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, draw: int) -> list[float]:
     device, batch = devices.choose("auto"), settings.train.batch_size
     dtype = devices.autocast_dtype("auto", device) if fast else None
-    method = jobs.build(settings).to(device)
+    method = job.build(settings).to(device)
     record = fast and ready(prepare(method, settings, device, dtype, batch))
-    step = Step(settings, method, optim.make_optimizer(method.student, settings), device, dtype, record=record)
-    schedules = optim.Schedules(settings, IMAGES // batch)
+    step = Step(settings, method, make_optimizer(method.student, settings), device, dtype, record=record)
+    schedules = Schedules(settings, IMAGES // batch)
     keys = np.array([key_of(str(number)) for number in range(len(images))], np.uint64)
     losses = []
     for number in range(steps):
@@ -70,13 +76,13 @@ def main() -> None:
     given = parser.parse_args()
     words = {"train.batch_size": given.batch, "train.epochs": -(-given.steps * given.batch // IMAGES)}
     words |= {"optim.lr": 2e-3, "optim.warmup_epochs": 0.5, "method.momentum": 0.99}
-    settings = config.build(Settings, config.recipe("adclr_vits16"), words, TINY if given.tiny else {})
+    settings = sections.build(Settings, sections.recipe("adclr_vits16"), words, TINY if given.tiny else {})
     images = [scenes.scene(0, number, 128).image.transpose(2, 0, 1).copy() for number in range(IMAGES)]
     curves = {}
     for name, fast, draw in (("plain", False, 0), ("fast", True, 0), ("fast, other drops", True, 1)):
         with ExitStack() as stack:
             if not fast:
-                for room, gate in ((attention, "fits"), (norm, "fits"), (mlp, "fits"), (fused, "possible")):
+                for room, gate in ((attention, "fits"), (norm, "fits"), (mlp, "fits"), (head_loss, "possible")):
                     stack.enter_context(mock.patch.object(room, gate, never))
             curves[name] = train(settings, images, given.steps, fast, draw)
         tenths = np.array_split(np.array(curves[name]), min(10, given.steps))

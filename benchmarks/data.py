@@ -24,15 +24,17 @@ import torch
 from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
-from adclr import augment, config, scenes
-from adclr.ahead import Ahead
-from adclr.decode import Decoder
-from adclr.feed import Feed
-from adclr.memory import cpu_count
-from adclr.nvjpeg import GpuDecoder
-from adclr.settings import Settings
-from adclr.sources import ImageFolder
-from adclr.views import plan
+from adclr.config import sections
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.decode import Decoder
+from adclr.data.feed import Feed
+from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.prefetch import Ahead
+from adclr.data.sets import scenes
+from adclr.data.sources import ImageFolder
+from adclr.data.views import plan
+from adclr.system.machine import cpu_count
 
 
 def write_photos(folder: Path, count: int, side: int) -> int:
@@ -175,16 +177,16 @@ def stages(bench: Bench, repeats: int) -> None:
 
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
-    from adclr import jobs, optim
-    from adclr.speed import prepare, ready
-    from adclr.step import Step
+    from adclr.training import job, schedules
+    from adclr.training.speed import prepare, ready
+    from adclr.training.step import Step
 
     settings, device = bench.settings, bench.device
-    method = jobs.build(settings).to(device)
+    method = job.build(settings).to(device)
     record = ready(prepare(method, settings, device, torch.bfloat16, bench.batch))
-    optimizer = optim.make_optimizer(method.student, settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, device, torch.bfloat16, record=record)
-    values = optim.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
+    values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
     constant = next(bench.views(feeds["the cache"], 1))
     found: dict[str, list[float]] = {}
@@ -214,7 +216,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = config.build(Settings, config.recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
+    settings = sections.build(Settings, sections.recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
     repeats = given.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "photos"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adclr.devices import autocast_dtype, choose
 from adclr.evals import segmentation
 from adclr.evals.incontext import Encoder, Memory, ask
 from adclr.evals.mask_rcnn import Detector
-from adclr.weights import Weights, create_backbone
+from adclr.system.devices import autocast_dtype, choose
+from adclr.weights.backbone import Weights, create_backbone
 
 GIB = 2**30
 

@@ -21,9 +21,9 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import torch
 from torch import Tensor, nn
 
-from adclr.attention import Group
-from adclr.blocks import Attention, Block, for_tokens, run_block
-from adclr.step import seconds
+from adclr.model.blocks import Attention, Block, for_tokens, run_block
+from adclr.model.ops.attention import Group
+from adclr.training.step import seconds
 
 RATES = (0.05, 0.1, 0.3)  # 0.05 is the mean over blocks of drop_path=0.1
 

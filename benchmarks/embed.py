@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from data import rate, write_photos
 
-from adclr import augment, cache, embedding
-from adclr.embedding import Network, fill
-from adclr.images import Alike, Images, resize
-from adclr.memory import cpu_count, host_memory
-from adclr.parts import Parts
-from adclr.sources import ImageFolder, Subset
-from adclr.weights import Weights, create_backbone
+from adclr.data import augment, cache
+from adclr.data.sources import ImageFolder, Subset
+from adclr.features import embedding
+from adclr.features.embedding import Network, fill
+from adclr.features.parts import Parts
+from adclr.features.reader import Alike, Images, resize
+from adclr.system.machine import cpu_count, host_memory
+from adclr.weights.backbone import Weights, create_backbone
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

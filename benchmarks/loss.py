@@ -23,9 +23,9 @@ from torch import Tensor
 if "--tiny" in sys.argv:  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
-from adclr import fused, fused_kernels
-from adclr.fused import Part
-from adclr.losses import Center, masked_loss, paired_loss
+from adclr.model.losses import Center, masked_loss, paired_loss
+from adclr.model.ops import head_loss, head_loss_kernels
+from adclr.model.ops.head_loss import Part
 
 STUDENT, TEACHER = 0.1, 0.04
 Result = tuple[Tensor, Tensor, Tensor]  # loss, gradients of rows and of prototypes
@@ -101,7 +101,7 @@ def plain(task: Task, low: bool = True) -> Result:
 
 def in_chunks(task: Task, low: bool = True) -> Result:
     with autocast(task, low):
-        total = fused.compare(*task, STUDENT, TEACHER).total
+        total = head_loss.compare(*task, STUDENT, TEACHER).total
     return total.detach(), *torch.autograd.grad(total, (task.student, task.prototypes))
 
 
@@ -109,11 +109,11 @@ def products(task: Task) -> None:
     """The four matrix products alone, in float16: what no kernel of ours can be faster than."""
     rows, prototypes, teacher = task.student.half(), task.prototypes.half(), task.teacher.half()
     whole = len(rows) + len(teacher)
-    step = max(1, fused.CHUNK_BYTES // (2 * len(prototypes)) * len(rows) // whole)
+    step = max(1, head_loss.CHUNK_BYTES // (2 * len(prototypes)) * len(rows) // whole)
     for start in range(0, len(rows), step):
         logits = rows[start : start + step] @ prototypes.t()
-        fused._product(logits, prototypes)
-        fused._product(logits.t(), rows[start : start + step])
+        head_loss._product(logits, prototypes)
+        head_loss._product(logits.t(), rows[start : start + step])
         del logits
     for start in range(0, len(teacher), step):
         teacher[start : start + step] @ prototypes.t()
@@ -167,19 +167,19 @@ def kernels_alone(task: Task) -> None:
     """The two kernels by themselves on a chunk of the first part and one of the second."""
     for kind, part in zip(("[CLS]", "queries"), task.parts, strict=False):
         num_prototypes = len(part.center)
-        items = min(part.items, fused.CHUNK_BYTES // (2 * (2 + part.views) * num_prototypes))
+        items = min(part.items, head_loss.CHUNK_BYTES // (2 * (2 + part.views) * num_prototypes))
 
         def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.rand(*shape, device=task.device, dtype=dtype)
 
         answers, logits = (numbers(items * n, num_prototypes, dtype=torch.float16) for n in (2, part.views))
-        blocks = fused_kernels.num_blocks(num_prototypes)
+        blocks = head_loss_kernels.num_blocks(num_prototypes)
         sums = numbers(4, len(answers), blocks), numbers(2, len(logits), blocks)
         tables = numbers(2, len(answers)), numbers(2, len(logits)), numbers(items)
         rest = ((1.0, 1.0), items, True)
         works: dict[str, Callable[[], None]] = {
-            "statistics": partial(fused_kernels.statistics, answers, part.center, logits, *sums, *rest),
-            "gradient": partial(fused_kernels.gradient, answers, part.center, logits, *tables, *rest),
+            "statistics": partial(head_loss_kernels.statistics, answers, part.center, logits, *sums, *rest),
+            "gradient": partial(head_loss_kernels.gradient, answers, part.center, logits, *tables, *rest),
         }
         for name, work in works.items():
             moved = answers.nbytes + logits.nbytes * (2 if name == "gradient" else 1)
@@ -207,9 +207,9 @@ def main() -> None:
     line("in chunks, as it is set", lambda: measure(task, lambda: in_chunks(task)))
     line("the matrix products of it alone", lambda: measure(task, lambda: products(task)))
     candidates: list[tuple[Any, str, list[Any]]] = [
-        (fused_kernels, "STATISTICS", [(512, 1), (1024, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]),
-        (fused_kernels, "GRADIENT", [(512, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]),
-        (fused, "CHUNK_BYTES", [size * 2**20 for size in (64, 128, 256, 512, 1024)]),
+        (head_loss_kernels, "STATISTICS", [(512, 1), (1024, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]),
+        (head_loss_kernels, "GRADIENT", [(512, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]),
+        (head_loss, "CHUNK_BYTES", [size * 2**20 for size in (64, 128, 256, 512, 1024)]),
     ]
     for module, name, values in candidates:
         usual = getattr(module, name)

@@ -23,13 +23,15 @@ import step as benchmark
 import torch
 from torch import Tensor, nn
 
-from adclr import attention, devices, fit, fused, jobs, mlp, norm, optim
-from adclr.method import ADCLR
-from adclr.runs import provenance, write_json
-from adclr.settings import Settings
-from adclr.speed import prepare, ready
-from adclr.step import Step, seconds
-from adclr.vit import Input, Tokens, VisionTransformer
+from adclr.config.settings import Settings
+from adclr.model.method import ADCLR
+from adclr.model.ops import attention, head_loss, mlp, norm
+from adclr.model.vit import Input, Tokens, VisionTransformer
+from adclr.system import devices
+from adclr.system.runs import provenance, write_json
+from adclr.training import job, micro_batch, schedules
+from adclr.training.speed import prepare, ready
+from adclr.training.step import Step, seconds
 
 Patch = AbstractContextManager[object]
 
@@ -68,7 +70,7 @@ def adamw_by_parameter(model: nn.Module, settings: Settings) -> torch.optim.Adam
     return Voidless(groups, lr=0.0, betas=betas, weight_decay=0.0, foreach=False, fused=False, capturable=capturable)
 
 
-make_optimizer = optim.make_optimizer
+make_optimizer = schedules.make_optimizer
 
 
 def each(operation: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
@@ -113,7 +115,7 @@ def of_attention() -> list[Patch]:
 
 
 def of_logits() -> list[Patch]:
-    return [without(fused, "possible")]
+    return [without(head_loss, "possible")]
 
 
 def of_blocks() -> list[Patch]:
@@ -121,11 +123,11 @@ def of_blocks() -> list[Patch]:
 
 
 def of_adamw() -> list[Patch]:
-    return [mock.patch.object(optim, "make_optimizer", adamw_by_parameter)]
+    return [mock.patch.object(schedules, "make_optimizer", adamw_by_parameter)]
 
 
 def of_clipping() -> list[Patch]:
-    return [by_parameter(optim, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
+    return [by_parameter(schedules, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
 
 
 def of_mean() -> list[Patch]:
@@ -161,12 +163,12 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
     with ExitStack() as stack:
         for patch in case.patches():
             stack.enter_context(patch)
-        method = jobs.build(settings).to(device)
+        method = job.build(settings).to(device)
         compiled = case.compiled and ready(prepare(method, settings, device, dtype, batch))
         record = case.recorded and (compiled or not case.compiled)
-        optimizer = optim.make_optimizer(method.student, settings)
+        optimizer = schedules.make_optimizer(method.student, settings)
         take = Step(settings, method, optimizer, device, dtype, record=record)
-        views = fit.random_views(settings, batch, device)
+        views = micro_batch.random_views(settings, batch, device)
         before = {name: tensor.to("cpu", copy=True) for name, tensor in method.state_dict().items()}
         take([views], benchmark.VALUES)
         # recording takes a step that is void, but only to the fused AdamW: others are left with what is not a number

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr import mlp
-from adclr.mlp import Line, Tiles
+from adclr.model.ops import mlp
+from adclr.model.ops.mlp import Line, Tiles
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FORWARDS = [Line(1024, 4), Line(2048, 4), Line(4096, 4), Line(2048, 8), Line(4096, 8), Line(8192, 8)]

@@ -23,8 +23,8 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import torch
 from torch import Tensor
 
-from adclr import norm
-from adclr.norm import Config
+from adclr.model.ops import norm
+from adclr.model.ops.norm import Config
 
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
 EPS = 1e-6

@@ -25,15 +25,17 @@ from typing import Any
 import torch
 from plain_dino import PlainDino
 
-from adclr import config, cost, devices, fit, jobs, optim
-from adclr.runs import provenance, write_json
-from adclr.settings import Settings
-from adclr.speed import prepare, ready, repeatable
-from adclr.step import Step, seconds
+from adclr.config import sections
+from adclr.config.settings import Settings
+from adclr.system import devices
+from adclr.system.runs import provenance, write_json
+from adclr.training import job, micro_batch, plan_cost, schedules
+from adclr.training.speed import prepare, ready, repeatable
+from adclr.training.step import Step, seconds
 
 GIB = 2**30
 MATMUL = 8192  # side of the product whose rate counts as the peak; on a CPU 512
-VALUES = optim.Values(lr=1e-4, weight_decay=0.04, momentum=0.996, teacher_temperature=0.04, freeze_last_layer=False)
+VALUES = schedules.Values(lr=1e-4, weight_decay=0.04, momentum=0.996, teacher_temperature=0.04, freeze_last_layer=False)
 RECIPES = {"plain": "dino_vits16", "DINO": "dino_vits16", "ADCLR": "adclr_vits16"}
 RECIPES |= {"iBOT": "ibot_vits16", "ADCLR*": "adclr_mim_vits16"}
 TINY: dict[str, Any] = {
@@ -62,7 +64,7 @@ class Case:
         changes: dict[str, Any] = {"model.size": self.size, "views.num_local": self.local}
         if self.queries is not None:
             changes["views.num_queries"] = self.queries
-        return config.build(Settings, config.recipe(RECIPES[self.method]), changes, TINY if tiny else {})
+        return sections.build(Settings, sections.recipe(RECIPES[self.method]), changes, TINY if tiny else {})
 
     def name(self, settings: Settings) -> str:
         letter, views = self.size[0].upper(), settings.views
@@ -99,8 +101,8 @@ class Row:
 
 def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Callable[[], object]:
     """One step of a case, ready to be done again and again."""
-    hidden = round(cost.hidden_patches(settings))  # as many as are hidden on average, not the most
-    views = fit.random_views(settings, batch, device, hidden)
+    hidden = round(plan_cost.hidden_patches(settings))  # as many as are hidden on average, not the most
+    views = micro_batch.random_views(settings, batch, device, hidden)
     if case.method == "plain":
         method, model = settings.method, settings.model
         head = (method.head_hidden_dim, method.head_bottleneck_dim, method.num_prototypes)
@@ -110,8 +112,8 @@ def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Ca
         local = [] if views.local_crops is None else list(views.local_crops)
         crops = [*views.global_crops, *local]
         return lambda: plain.step(crops)
-    built = jobs.build(settings).to(device)
-    optimizer = optim.make_optimizer(built.student, settings)
+    built = job.build(settings).to(device)
+    optimizer = schedules.make_optimizer(built.student, settings)
     dtype = devices.autocast_dtype("auto", device)
     step = Step(settings, built, optimizer, device, dtype, record=ready(prepare(built, settings, device, dtype, batch)))
     return lambda: step([views], VALUES)
@@ -130,7 +132,7 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
             torch.cuda.synchronize()
         spent = seconds(once, device, given.steps, given.repeats)
     middle = statistics.median(spent)
-    operations = cost.flops(settings, round(cost.hidden_patches(settings))).step
+    operations = plan_cost.flops(settings, round(plan_cost.hidden_patches(settings))).step
     return Row(
         case.name(settings),
         batch,

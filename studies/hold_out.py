@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from adclr.draws import key_of
+from adclr.data.draws import key_of
 
 FIFTHS = 5
 

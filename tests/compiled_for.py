@@ -20,11 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from adclr import attention, augment, fused, mlp, norm, trial_kernels
-from adclr.augment import frame_kernels, launch_kernels
-from adclr.draws import key_of
-from adclr.settings import Settings
-from adclr.views import plan
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.augment import frame_kernels, launch_kernels
+from adclr.data.draws import key_of
+from adclr.data.views import plan
+from adclr.model.ops import attention, head_loss, mlp, norm
+from adclr.system import trial_kernels
 
 # KiB that a program may have on chip, of 1 more: A100, ..., RTX 50
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -81,13 +83,13 @@ def blocks(dim: int, dtype: torch.dtype) -> None:
 
 def losses(prototypes: int, low: bool) -> None:
     center = torch.zeros(prototypes)
-    parts = [fused.Part(2, 8, center, 1.0), fused.Part(2, 2, center, 0.5)]
-    parts.append(fused.Part(4, 1, center, 1.0, torch.ones(4)))
+    parts = [head_loss.Part(2, 8, center, 1.0), head_loss.Part(2, 2, center, 0.5)]
+    parts.append(head_loss.Part(4, 1, center, 1.0, torch.ones(4)))
     student = torch.zeros(sum(part.student_rows for part in parts), 256, requires_grad=True)
     teacher = torch.zeros(sum(part.teacher_rows for part in parts), 256)
     matrix = torch.zeros(prototypes, 256, requires_grad=True)
     with torch.autocast("cpu", enabled=low):
-        fused.compare(student, matrix, teacher, matrix.detach(), parts, 0.1, 0.07).total.backward()
+        head_loss.compare(student, matrix, teacher, matrix.detach(), parts, 0.1, 0.07).total.backward()
 
 
 def views(global_size: int, local_size: int, patch: int) -> None:

@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
-from adclr import scenes
+from adclr.data.sets import scenes
 from tiny import THREADS, Adclr, adclr_command
 
 torch.set_num_threads(THREADS)

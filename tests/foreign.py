@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from adclr.vit import VisionTransformer
+from adclr.model.vit import VisionTransformer
 
 State = dict[str, Tensor]
 SIZE = 32  # pixels, of patches of 8

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights
+from adclr.model.vit import VisionTransformer
+from adclr.weights.backbone import Weights
 
 COLOURS = ((220, 30, 30), (30, 200, 40), (40, 60, 230), (200, 190, 30))
 

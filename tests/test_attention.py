@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adclr import attention, gpu_code
-from adclr.attention import Config, Group
+from adclr.model.ops import attention
+from adclr.model.ops.attention import Config, Group
+from adclr.system import triton_available
 from kernel_device import DEVICE, needs_interpreter
 
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies the bits of bfloat16
@@ -263,7 +264,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dtype=torch.float64)
     assert not fits(device="cpu")
     assert not fits(device="cuda:1")  # too small a GPU
-    monkeypatch.setattr(gpu_code, "possible", False)
+    monkeypatch.setattr(triton_available, "possible", False)
     assert not fits()
 
 

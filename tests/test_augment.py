@@ -8,13 +8,13 @@ import torch
 import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
-from adclr import scenes
-from adclr.augment import Packed, pack, render
-from adclr.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
-from adclr.augment.resample import resample, resample_each
-from adclr.draws import key_of
-from adclr.settings import Settings
-from adclr.views import plan
+from adclr.config.settings import Settings
+from adclr.data.augment import Packed, pack, render
+from adclr.data.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
+from adclr.data.augment.resample import resample, resample_each
+from adclr.data.draws import key_of
+from adclr.data.sets import scenes
+from adclr.data.views import plan
 from tiny import tiny
 
 

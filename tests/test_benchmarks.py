@@ -16,13 +16,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from adclr import fit, jobs, optim
-from adclr.step import Step
+from adclr.training import job, micro_batch, schedules
+from adclr.training.step import Step
 from kernel_device import needs_interpreter
 from tiny import tiny
 
 ROOT = Path(__file__).parent.parent
-VALUES = optim.Values(lr=1e-2, weight_decay=0.4, momentum=0.9, teacher_temperature=0.04, freeze_last_layer=False)
+VALUES = schedules.Values(lr=1e-2, weight_decay=0.4, momentum=0.9, teacher_temperature=0.04, freeze_last_layer=False)
 
 
 def run(name: str, *arguments: str) -> str:
@@ -50,10 +50,10 @@ def trained(patches: list[Any]) -> list[torch.Tensor]:
         for patch in patches:
             stack.enter_context(patch)
         torch.manual_seed(0)
-        method = jobs.build(settings)
+        method = job.build(settings)
         torch.manual_seed(1)
-        views = fit.random_views(settings, 4, torch.device("cpu"))
-        step = Step(settings, method, optim.make_optimizer(method.student, settings), torch.device("cpu"), None)
+        views = micro_batch.random_views(settings, 4, torch.device("cpu"))
+        step = Step(settings, method, schedules.make_optimizer(method.student, settings), torch.device("cpu"), None)
         for _ in range(3):
             _, ok = step([views], VALUES)
             assert ok.item()
@@ -88,7 +88,7 @@ def test_the_last_row_saves_nothing_in_the_last_block(measures: Any) -> None:
     settings = tiny(drop_path=0.0)
 
     def operations(patches: list[Any]) -> int:
-        method, views = jobs.build(settings), fit.random_views(settings, 4, torch.device("cpu"))
+        method, views = job.build(settings), micro_batch.random_views(settings, 4, torch.device("cpu"))
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import explorer
-from adclr.explorer.gallery import Gallery
-from adclr.explorer.library import Library
-from adclr.sources import ImageFolder
-from adclr.weights import load_weights
+from adclr.data.sources import ImageFolder
+from adclr.features import explorer
+from adclr.features.explorer.gallery import Gallery
+from adclr.features.explorer.library import Library
+from adclr.weights.backbone import load_weights
 from browsing import WAIT, after, drag, names, needs_chromium, pixels, until, visit
 
 pytest_plugins = ["browsing"]
 uvicorn = pytest.importorskip("uvicorn", reason="the extra explore is not installed")
-server = pytest.importorskip("adclr.explorer.server", reason="the extra explore is not installed")
+server = pytest.importorskip("adclr.features.explorer.server", reason="the extra explore is not installed")
 
 VIEW, TILE = "#panels figure:nth-child(1) canvas", "#results li:nth-child(1) canvas"
 

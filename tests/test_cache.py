@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import cache
-from adclr.cache import GIB, Room, Store
-from adclr.config import UserError
-from adclr.decode import Decoder, Pixels
-from adclr.feed import Feed
-from adclr.runs import Run
-from adclr.sources import ImageFolder
+from adclr.config.sections import UserError
+from adclr.data import cache
+from adclr.data.cache import GIB, Room, Store
+from adclr.data.decode import Decoder, Pixels
+from adclr.data.feed import Feed
+from adclr.data.sources import ImageFolder
+from adclr.system.runs import Run
 from tiny import TINY
 
 CPU = torch.device("cpu")

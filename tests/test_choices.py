@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import auto, config, cost, fit, jobs
-from adclr.config import UserError
-from adclr.settings import Settings
-from adclr.sources import ImageFolder
+from adclr.config import auto, sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.data.sources import ImageFolder
+from adclr.training import job, micro_batch, plan_cost
 from tiny import TINY, tiny
 
 GIB = 2**30
@@ -53,7 +54,7 @@ def test_choices_fit_the_collection_and_can_be_built(
     choice = auto.choose(images, side, memory)
     assert choice.recipe == recipe
     assert expected.items() <= choice.settings.items()
-    settings = config.build(Settings, config.recipe(recipe), choice.settings)
+    settings = sections.build(Settings, sections.recipe(recipe), choice.settings)
     assert settings.train.batch_size <= images
     assert all(len(reason) > 10 for reason in choice.reasons)
     assert any(recipe in reason for reason in choice.reasons)
@@ -61,13 +62,13 @@ def test_choices_fit_the_collection_and_can_be_built(
 
 def test_the_recipe_for_a_cpu_is_small_and_of_the_same_method() -> None:
     """On 2 cores 25.8 GFLOP an image, the choice of before, is 2 images/s; this many are some 20."""
-    cpu, small = (config.build(Settings, config.recipe(name)) for name in ("adclr_cpu", "adclr_small"))
-    assert cost.flops(cpu).step < 5e9
+    cpu, small = (sections.build(Settings, sections.recipe(name)) for name in ("adclr_cpu", "adclr_small"))
+    assert plan_cost.flops(cpu).step < 5e9
     assert (cpu.optim.lr * cpu.train.batch_size) == (small.optim.lr * small.train.batch_size)
-    differing = {line.split()[0] for line in config.differences(cpu, small) if line.startswith("method.")}
+    differing = {line.split()[0] for line in sections.differences(cpu, small) if line.startswith("method.")}
     assert differing == {"method.num_prototypes", "method.head_hidden_dim"}
     for images, hours in ((400, 1), (3_000, 5), (10_000, 5)):
-        settings = config.build(Settings, config.recipe("adclr_cpu"), auto.choose(images, 800, None).settings)
+        settings = sections.build(Settings, sections.recipe("adclr_cpu"), auto.choose(images, 800, None).settings)
         assert images * settings.train.epochs / 20 / 3600 < hours
 
 
@@ -78,9 +79,9 @@ def test_the_median_side_is_read_from_headers(images: Path, tmp_path: Path) -> N
         auto.median_side(ImageFolder(tmp_path))
 
 
-@pytest.mark.parametrize("name", config.recipe_names())
+@pytest.mark.parametrize("name", sections.recipe_names())
 def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
-    lines = config.recipe_text(name).splitlines()
+    lines = sections.recipe_text(name).splitlines()
     assert lines[0].startswith("# ")
     for line, word in zip(lines[1:4], ("# command:", "# cost:", "# expected:"), strict=True):
         assert line.startswith(word)
@@ -89,11 +90,11 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     assert name.removesuffix(".yaml") in lines[1] or name == "demo"
 
 
-@pytest.mark.parametrize("name", config.recipe_names())
+@pytest.mark.parametrize("name", sections.recipe_names())
 def test_every_recipe_trains(name: str, images: Path, tmp_path: Path) -> None:
     """As it is but for size: fewer and smaller everything."""
     shrink = {k: v for k, v in TINY.items() if not k.startswith(("views.num", "method.momentum"))}
-    keep = config.build(Settings, config.recipe(name))
+    keep = sections.build(Settings, sections.recipe(name))
     shrink |= {"num_local": min(2, keep.views.num_local), "num_queries": min(2, keep.views.num_queries), "epochs": 1,
                "warmup_epochs": 0, "freeze_last_layer_epochs": 0.5}  # fmt: skip
     run = package.pretrain(images / "train", out=tmp_path / "run", recipe=name, **shrink)
@@ -107,13 +108,13 @@ def test_every_recipe_trains(name: str, images: Path, tmp_path: Path) -> None:
 
 
 def test_recipes_are_the_methods_they_name() -> None:
-    made = {name: config.build(Settings, config.recipe(name)) for name in config.recipe_names()}
+    made = {name: sections.build(Settings, sections.recipe(name)) for name in sections.recipe_names()}
     for family in ("vits16", "small"):
         dino, adclr = made[f"dino_{family}"], made[f"adclr_{family}"]
         own = ["method.query_weight is 0.5 there and 0.1 here"] if family == "small" else []  # nothing without queries
-        assert sorted(config.differences(dino, adclr)) == [*own, "views.num_queries is 0 there and 10 here"]
+        assert sorted(sections.differences(dino, adclr)) == [*own, "views.num_queries is 0 there and 10 here"]
         ibot, star = made[f"ibot_{family}"], made[f"adclr_mim_{family}"]
-        assert config.differences(ibot, star) == ["views.num_queries is 0 there and 10 here"]
+        assert sections.differences(ibot, star) == ["views.num_queries is 0 there and 10 here"]
         assert star.method.masked_weight == 1.0
     small, base = made["adclr_vits16"], made["adclr_vitb16"]
     assert (small.optim.lr, small.optim.clip_norm, small.method.train_gain) == (5e-4, 3.0, True)
@@ -124,12 +125,12 @@ def test_recipes_are_the_methods_they_name() -> None:
 
 def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, cpu = tiny(batch_size=96), torch.device("cpu")
-    method = jobs.build(settings)
-    each = fit.estimate(settings)
+    method = job.build(settings)
+    each = micro_batch.estimate(settings)
 
     def with_memory(size: float) -> int:
-        monkeypatch.setattr(fit, "host_memory", lambda: size / fit.CPU_SHARE)
-        return fit.fitted(method, settings, 96, cpu, None)
+        monkeypatch.setattr(micro_batch, "host_memory", lambda: size / micro_batch.CPU_SHARE)
+        return micro_batch.fitted(method, settings, 96, cpu, None)
 
     assert with_memory(1000 * each) == 96
     assert with_memory(50 * each) == 48
@@ -139,9 +140,9 @@ def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.Monkey
 
 
 def test_the_estimate_counts_what_a_run_has() -> None:
-    base = fit.estimate(tiny())
+    base = micro_batch.estimate(tiny())
     for more in ({"num_local": 8}, {"num_queries": 9}, {"depth": 4}, {"num_prototypes": 999}, {"masked_weight": 1.0}):
-        assert fit.estimate(tiny(**more)) > base
-    views = fit.random_views(tiny(masked_weight=1.0), 3, torch.device("cpu"))
+        assert micro_batch.estimate(tiny(**more)) > base
+    views = micro_batch.random_views(tiny(masked_weight=1.0), 3, torch.device("cpu"))
     assert views.masks is not None
     assert views.masks.weight.sum().item() == pytest.approx(1.0)

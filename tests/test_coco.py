@@ -16,9 +16,9 @@ from pycocotools import mask as their_masks
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from adclr import scenes
-from adclr.coco import Instances, check, filled, open_instances, runs_of
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets import scenes
+from adclr.data.sets.coco import Instances, check, filled, open_instances, runs_of
 from adclr.evals.average_precision import PLACES, average_precision
 from dense_scenes import instances, run_lengths
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import adclr as package
-from adclr import launch, listing, shards, sources
-from adclr.collection import expand, open_source
-from adclr.config import UserError
-from adclr.labelled import open_labelled
-from adclr.sources import ImageFolder
+from adclr.config.sections import UserError
+from adclr.data import listing, shards, sources
+from adclr.data.collection import expand, open_source
+from adclr.data.sets.classes import open_labelled
+from adclr.data.sources import ImageFolder
+from adclr.training import launch
 from tiny import TINY, Adclr, words
 
 

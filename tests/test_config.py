@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from adclr import config
-from adclr.config import UserError, build, parse_words
-from adclr.settings import Settings, Train
+from adclr.config import sections
+from adclr.config.sections import UserError, build, parse_words
+from adclr.config.settings import Settings, Train
 
 
 def test_layers_win_in_order_and_names_may_be_short_or_nested() -> None:
@@ -85,28 +85,28 @@ def test_words_that_are_no_settings(word: str) -> None:
 def test_yaml_is_data() -> None:
     for text in ("!!python/object/apply:os.system ['true']", "!!python/name:os.system", "&a [*a", "[" * 5000):
         with pytest.raises(UserError):
-            config.load_yaml(text, "recipe x")
+            sections.load_yaml(text, "recipe x")
 
 
 def test_recipes_are_found_and_mistyped_ones_corrected() -> None:
     with pytest.raises(UserError, match="did you mean 'adclr_vits16'"):
-        config.recipe("adclr_vits_16")
+        sections.recipe("adclr_vits_16")
     with pytest.raises(UserError, match="--list-recipes"):
-        config.recipe("%%%")
+        sections.recipe("%%%")
     with pytest.raises(UserError, match="cannot be read"):
-        config.recipe("nowhere.yaml")
+        sections.recipe("nowhere.yaml")
 
 
 def test_every_setting_is_explained_and_has_a_default() -> None:
-    for path, default, meaning in config.describe(Settings):
+    for path, default, meaning in sections.describe(Settings):
         assert meaning, path
         assert default or path in ("data.path", "recipe")
-    names = [path.rsplit(".", 1)[-1] for path, _ in config.leaves(Settings)]
+    names = [path.rsplit(".", 1)[-1] for path, _ in sections.leaves(Settings)]
     assert len(set(names)) == len(names)  # so that the short name of every setting is enough
 
 
 def test_a_short_name_that_could_be_two_settings_is_refused() -> None:
-    class Two(config.Section):
+    class Two(sections.Section):
         train: Train = Train()
         other: Train = Train()
 
@@ -121,5 +121,5 @@ def test_settings_go_through_yaml_unchanged() -> None:
     again = build(Settings, yaml.safe_load(yaml.safe_dump(settings.model_dump(mode="json"))))
     assert again == settings
     other = build(Settings, {"loggers": ["wandb"], "clip_norm": 1.0, "epochs": 33})
-    assert config.differences(settings, other) == ["optim.clip_norm is None there and 1.0 here"]
-    assert config.differences(settings, other, ["optim.clip_norm"]) == []
+    assert sections.differences(settings, other) == ["optim.clip_norm is None there and 1.0 here"]
+    assert sections.differences(settings, other, ["optim.clip_norm"]) == []

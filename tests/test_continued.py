@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import cli, config, continued, jobs, launch, planning
-from adclr.config import UserError
-from adclr.draws import key_of
+from adclr import cli
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.data.draws import key_of
+from adclr.data.sources import ImageFolder
 from adclr.evals.features import extract
-from adclr.gpus import Gpu
-from adclr.journal import Journal
-from adclr.runs import Run
-from adclr.settings import Settings
-from adclr.sources import ImageFolder
-from adclr.weights import architecture, fingerprint, load_weights, save_backbone
+from adclr.system.runs import Run
+from adclr.training import continued, job, launch, plan
+from adclr.training.journal import Journal
+from adclr.training.plan_gpus import Gpu
+from adclr.weights.backbone import architecture, fingerprint, load_weights, save_backbone
 from test_training import assert_same_state
 from tiny import TINY, tiny, words
 
@@ -56,8 +58,8 @@ def backbone(run: Path, part: str, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("size", [16, 24])
 def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size: int) -> None:
     taken, _ = continued.settings_of(str(weights), {})
-    settings = config.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
-    method = jobs.build(settings)
+    settings = sections.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
+    method = job.build(settings)
     heads = {name: tensor.clone() for name, tensor in method.student.head.state_dict().items()}
     assert continued.begin(method, settings) == fingerprint(load_weights(weights))
     loaded = load_weights(weights).vit
@@ -160,7 +162,7 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
         with pytest.raises(UserError, match=message):
             pretrain(images, tmp_path / "run", weights, **{name: wrong})
     with pytest.raises(UserError, match="would freeze random numbers"):
-        config.build(Settings, {"freeze_backbone_epochs": 1})
+        sections.build(Settings, {"freeze_backbone_epochs": 1})
     with pytest.raises(UserError, match="do not exist"):
         pretrain(images, tmp_path / "run", tmp_path / "nowhere.safetensors")
     bad = tmp_path / "bad" / "backbone.safetensors"
@@ -180,7 +182,7 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
     kept, _ = continued.settings_of(str(tmp_path / "common" / "backbone.safetensors"), {})
     assert (kept["model.size"], kept["model.dim"], kept["model.num_registers"]) == ("small", None, 1)
     assert kept["model.layer_scale"] is not None
-    method = jobs.build(config.build(Settings, TINY | {"init": "x"} | kept))
+    method = job.build(sections.build(Settings, TINY | {"init": "x"} | kept))
     assert method.student.backbone.dim == 384
 
 
@@ -190,7 +192,7 @@ def test_no_recipe_and_a_plan_take_the_model_too(images: Path, weights: Path, tm
     assert any("the model is that of" in reason for reason in found.reasons)
     small = {"init": str(weights), "train.batch_size": 8}
     gpu = Gpu("x", 80.0, 900.0)
-    planning.run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
+    plan.run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["settings"]["model"]["dim"] == 24
 
 

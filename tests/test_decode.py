@@ -13,9 +13,9 @@ import torch
 import torchvision.io
 from PIL import Image, ImageOps
 
-from adclr.config import UserError
-from adclr.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
-from adclr.jpeg import read_header
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
+from adclr.data.jpeg import read_header
 
 LIMIT = 10**6
 

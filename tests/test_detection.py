@@ -13,8 +13,8 @@ import pytest
 import torch
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from adclr.coco import filled, open_instances
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets.coco import filled, open_instances
 from adclr.evals import detection, mask_rcnn
 from adclr.evals.detection import Examples, Settings
 from adclr.evals.mask_rcnn import Backbone, Cast, Detector

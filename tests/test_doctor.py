@@ -15,9 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import auto, doctor
-from adclr.config import build, parse_words, recipe
-from adclr.settings import Settings
+from adclr.config import auto
+from adclr.config.sections import build, parse_words, recipe
+from adclr.config.settings import Settings
+from adclr.data import doctor
 from test_decode import deep_png
 from tiny import Adclr
 

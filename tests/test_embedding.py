@@ -26,14 +26,15 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 
 import adclr as package
-from adclr import cli, embedding, images, parts
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.embedding import Network
-from adclr.images import Alike, centre, whole
-from adclr.parts import Parts
-from adclr.sources import ImageFolder
-from adclr.weights import Weights, architecture, architecture_of, load_weights, save_backbone
+from adclr import cli
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder
+from adclr.data.sources import ImageFolder
+from adclr.features import embedding, parts, reader
+from adclr.features.embedding import Network
+from adclr.features.parts import Parts
+from adclr.features.reader import Alike, centre, whole
+from adclr.weights.backbone import Weights, architecture, architecture_of, load_weights, save_backbone
 from tiny import Adclr, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,11 +94,11 @@ loaded_once = cache(load_weights)
 
 
 @torch.no_grad()
-def tokens_of(weights: Path, photos: Path, path: str, framing: images.Framing) -> Any:
+def tokens_of(weights: Path, photos: Path, path: str, framing: reader.Framing) -> Any:
     """One image alone, in float32."""
     loaded = loaded_once(weights)
     image = Decoder()((photos / path).read_bytes())
-    made = torch.from_numpy(images.resize(image, framing(*image.shape[1:]))).float() / 255
+    made = torch.from_numpy(reader.resize(image, framing(*image.shape[1:]))).float() / 255
     mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (loaded.mean, loaded.std))
     return loaded.vit(((made - mean) / std).unsqueeze(0))
 
@@ -129,7 +130,7 @@ def test_vectors_are_what_the_network_makes_of_each_image(
     ],
 )
 def test_vectors_at_other_sizes(
-    weights: Path, photos: Path, tmp_path: Path, settings: dict[str, Any], framing: images.Framing
+    weights: Path, photos: Path, tmp_path: Path, settings: dict[str, Any], framing: reader.Framing
 ) -> None:
     package.embed(weights, photos, out=tmp_path / "f.parquet", normalise=True, dtype="float16", **settings)
     for path, values in rows_of(tmp_path / "f.parquet").items():
@@ -153,7 +154,7 @@ def test_patch_maps_are_of_any_size(
     monkeypatch: pytest.MonkeyPatch,
     format_: str,
     settings: dict[str, Any],
-    framing: images.Framing,
+    framing: reader.Framing,
 ) -> None:
     monkeypatch.setattr(embedding, "MOST_TOKENS", 200)  # groups are cut, and several go together
     about = package.embed(weights, photos, out=tmp_path / "maps", dense=True, format=format_, batch_size=9, **settings)
@@ -383,7 +384,7 @@ def test_the_command_says_what_is_missing(weights: Path, capsys: pytest.CaptureF
 
 def test_weights_have_fingerprints(weights: Path) -> None:
     loaded = load_weights(weights)
-    from adclr.weights import fingerprint
+    from adclr.weights.backbone import fingerprint
 
     first = fingerprint(loaded)
     assert fingerprint(load_weights(weights)) == first

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from adclr import cli, launch, training
+from adclr import cli
 from adclr.evals import module, wording
+from adclr.training import launch, loop
 from tiny import TINY
 
 
@@ -18,7 +19,7 @@ from tiny import TINY
 def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a probe at the start and at the end."""
     folder = tmp_path_factory.mktemp("words") / "run"
-    training.run(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images)}))
+    loop.run(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images)}))
     return folder
 
 

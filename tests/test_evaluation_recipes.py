@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 import adclr as package
-from adclr import cli, config, evals
-from adclr.config import UserError
+from adclr import cli, evals
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
 from adclr.evals import mask_rcnn
-from adclr.settings import Settings
 from dense_scenes import instances, saved, segmented
 
-NAMES = config.recipe_names("evaluate")
+NAMES = sections.recipe_names("evaluate")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
-    lines = config.recipe_text(name, "evaluate").splitlines()
+    lines = sections.recipe_text(name, "evaluate").splitlines()
     assert lines[0].startswith("# ")
     for line, word in zip(lines[1:4], ("# command:", "# cost:", "# expected:"), strict=True):
         assert line.startswith(word)
@@ -29,8 +30,8 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     evaluation = name.split("_")[0]
     assert f"evaluate {evaluation} " in lines[1]
     assert lines[1].endswith(f"--recipe {name}")
-    defaults = config.build(evals.module(evaluation).Settings)
-    assert config.differences(defaults, config.build(type(defaults), config.recipe(name, "evaluate"))) or (
+    defaults = sections.build(evals.module(evaluation).Settings)
+    assert sections.differences(defaults, sections.build(type(defaults), sections.recipe(name, "evaluate"))) or (
         name in ("segmentation_linear", "detection_1x")  # which name the defaults
     )
 
@@ -76,12 +77,12 @@ def test_every_command_and_setting_of_the_page_is_understood() -> None:
     for line in lines:
         words = shlex.split(line)[1:]
         options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
-        values = config.parse_words([word for word in words if cli.WORD.match(word)])
+        values = sections.parse_words([word for word in words if cli.WORD.match(word)])
         if options.command == "pretrain":
-            config.build(Settings, config.recipe(options.recipe), values)
+            sections.build(Settings, sections.recipe(options.recipe), values)
         else:
             chosen = evals.module(options.name).Settings
-            config.build(chosen, evals.recipe_of(options.name, options.recipe), values)
+            sections.build(chosen, evals.recipe_of(options.name, options.recipe), values)
     dense = [evals.module(name).Settings for name in ("incontext", "segmentation", "detection", "video")]
     known = {field for chosen in dense for field in chosen.model_fields}
     for word in re.findall(r"`(\w+)=[^`]*`", text):

@@ -20,15 +20,15 @@ import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
-from adclr import explorer, looking
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.explorer import server
-from adclr.explorer.gallery import Gallery
-from adclr.explorer.library import GIB, Library, cells
-from adclr.sources import Files, ImageFolder
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder
+from adclr.data.sources import Files, ImageFolder
+from adclr.features import analysis, explorer
+from adclr.features.explorer import server
+from adclr.features.explorer.gallery import Gallery
+from adclr.features.explorer.library import GIB, Library, cells
+from adclr.model.vit import VisionTransformer
+from adclr.weights.backbone import Weights
 from tiny import Adclr
 
 RNG = np.random.default_rng(0)
@@ -64,11 +64,11 @@ def test_what_is_asked_of_all_is_what_each_would_say(library: Library) -> None:
     crop = library.seen[1].crop(BOX, 4)[None]
     for one in found:
         seen = library.seen[one.id]
-        maps, _ = looking.gaze(library.weights, seen, looking.read(library.weights, seen), crop, block=0)
+        maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen), crop, block=0)
         np.testing.assert_allclose(one.attention, maps[2, 0], rtol=0.02, atol=0.02)  # kept in half precision
     for id_, values in library.cls():
         seen = library.seen[id_]
-        maps, _ = looking.gaze(library.weights, seen, looking.read(library.weights, seen))
+        maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen))
         np.testing.assert_allclose(values, maps[0, 0], rtol=0.02, atol=0.02)
     flat = library.query(1, BOX, temperature=100)[0].attention
     assert np.ptp(flat) < 0.5 * np.ptp(library.query(1, BOX)[0].attention)
@@ -82,7 +82,7 @@ def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: 
     assert found[1].window == pytest.approx(BOX)
     patches = {}
     for id_, seen in library.seen.items():
-        held = looking.features(library.weights, seen)
+        held = analysis.features(library.weights, seen)
         patches[id_] = torch.nn.functional.normalize(held, dim=-1).view(*seen.grid(library.vit), -1).numpy()
     region = patches[1][2:5, 1:4].reshape(9, -1).mean(axis=0)
     for one in found:
@@ -350,7 +350,7 @@ def test_mistakes_are_said_in_one_sentence(adclr: Adclr, tmp_path: Path, monkeyp
 @pytest.mark.full
 def test_a_new_box_over_200_images_takes_little_time() -> None:
     """ViT-S/16 at 224 pixels: under 1.5 s on 2 cores."""
-    from adclr.weights import create_backbone
+    from adclr.weights.backbone import create_backbone
 
     found = Library("x", Weights(create_backbone("vit_small_patch16").eval(), (0.5,) * 3, (0.25,) * 3), 224)
     for start in range(0, 200, 8):

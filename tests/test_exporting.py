@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import adclr as package
-from adclr import exporting as room
-from adclr.config import UserError
+from adclr.config.sections import UserError
 from adclr.evals.features import prepare
-from adclr.exporting import export
-from adclr.portable import resampling
-from adclr.vit import PositionResampling, VisionTransformer
-from adclr.weights import Architecture, Description, architecture_of, load_weights, write_backbone
+from adclr.model.vit import PositionResampling, VisionTransformer
+from adclr.weights import export as room
+from adclr.weights.backbone import Architecture, Description, architecture_of, load_weights, write_backbone
+from adclr.weights.export import export
+from adclr.weights.export.onnx import resampling
 from foreign import backbone, state_of
 from test_cli import refused
 from tiny import TINY, Adclr, words
@@ -257,7 +257,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         export(run, "safetensors", tmp_path / "new" / "deeper" / "out")
     assert error.value.filename == str(tmp_path / "new" / "deeper" / "out")
     monkeypatch.undo()
-    monkeypatch.setattr("adclr.portable.find_spec", lambda name: None)
+    monkeypatch.setattr("adclr.weights.export.onnx.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"writing ONNX needs onnx, which is not installed; pip install 'adclr\[onnx\]'"
     ):

@@ -17,11 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, fit, launch, memory, snapshot
-from adclr.config import UserError
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
 from adclr.evals import knn
-from adclr.runs import Run, check_writable
-from adclr.settings import Settings
+from adclr.system import machine
+from adclr.system.runs import Run, check_writable
+from adclr.training import launch, micro_batch
+from adclr.weights import snapshot
 from tiny import TINY, Adclr, tiny, words
 
 
@@ -155,30 +158,30 @@ def test_other_images_are_not_taken_for_those_of_a_run(images: Path, run: Path, 
 
 def test_the_micro_batch_of_a_run_stays(images: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less free memory at the second start must not change what drop path draws."""
-    monkeypatch.setattr(fit, "fitted", lambda *_, **__: 2)
+    monkeypatch.setattr(micro_batch, "fitted", lambda *_, **__: 2)
     done = pretrain(images / "train", run)
     assert [start["micro_batch_size"] for start in json.loads((done.path / "provenance.json").read_text())] == [8, 8]
 
 
 def test_host_memory_is_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 10 kB\nMemAvailable:   60 kB\n")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    assert memory.host_memory() == 60 * 1024
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.host_memory() == 60 * 1024
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.host_memory() == 60 * 1024
+    assert machine.host_memory() == 60 * 1024
     (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.host_memory() == 4000
+    assert machine.host_memory() == 4000
 
 
 def test_cores_are_those_that_a_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert memory.cpu_count() == 8  # there is no such limit
+    assert machine.cpu_count() == 8  # there is no such limit
     for limit, cores in (("max 100000", 8), ("250000 100000", 3), ("5000 100000", 1), ("3200000 100000", 8)):
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
-        assert memory.cpu_count() == cores
+        assert machine.cpu_count() == cores
 
 
 def test_probes_do_not_take_steps_out_of_the_timing(images: Path, tmp_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_yaml_is_data(tmp_path: Path) -> None:
     ):
         recipe.write_text(text)
         with pytest.raises(UserError, match=message):
-            config.build(Settings, config.recipe(str(recipe)))
+            sections.build(Settings, sections.recipe(str(recipe)))
 
 
 def test_names_are_not_given_twice_or_in_the_wrong_place(images: Path, tmp_path: Path) -> None:

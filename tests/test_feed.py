@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from adclr import feed as feed_module
-from adclr.augment import render
-from adclr.collection import open_source
-from adclr.config import UserError
-from adclr.decode import Decoder, Pixels
-from adclr.feed import Batch, Feed
-from adclr.images import Images, centre
-from adclr.sources import ImageFolder, Subset
-from adclr.views import Plan, plan
+from adclr.config.sections import UserError
+from adclr.data import feed as feed_module
+from adclr.data.augment import render
+from adclr.data.collection import open_source
+from adclr.data.decode import Decoder, Pixels
+from adclr.data.feed import Batch, Feed
+from adclr.data.sources import ImageFolder, Subset
+from adclr.data.views import Plan, plan
+from adclr.features.reader import Images, centre
 from tiny import tiny
 
 SETTINGS = tiny()

@@ -14,14 +14,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from adclr import manifest, optim
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune
 from adclr.evals.classifier import Classifier, fingerprint
-from adclr.labelled import open_labelled
-from adclr.runs import Run
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights, load_weights
+from adclr.model.vit import VisionTransformer
+from adclr.system.runs import Run
+from adclr.training import schedules
+from adclr.weights import manifest
+from adclr.weights.backbone import Weights, load_weights
 from plain_images import coloured, weights
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def job(data: Path, **changes: Any) -> finetune.Job:
 def test_groups_and_layer_decay_by_hand() -> None:
     vit = VisionTransformer(16, 3, 2, 8, 16, num_registers=2, layer_scale=0.1)
     model = Classifier(vit, 5, "cls", 0)
-    groups = optim.layer_groups(model.named(), 3, 0.5, 0.05)
+    groups = schedules.layer_groups(model.named(), 3, 0.5, 0.05)
     found = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     expected = {
         "cls_token": (0.0625, 0),
@@ -66,7 +67,7 @@ def test_groups_and_layer_decay_by_hand() -> None:
     for name, (scale, decay) in expected.items():
         assert found[id(named[name])] == (pytest.approx(scale), decay), name
     assert len(found) == len(list(model.parameters()))
-    assert {group["scale"] for group in optim.layer_groups(model.named(), 3, 1.0, 0.05)} == {1.0}
+    assert {group["scale"] for group in schedules.layer_groups(model.named(), 3, 1.0, 0.05)} == {1.0}
 
 
 def test_the_schedule_by_hand(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, m
     score(data, tmp_path / "micro", micro_batch_size=4)
     assert losses(tmp_path / "micro") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     monkeypatch.setattr(finetune, "AT_ONCE", 7)
-    monkeypatch.setattr("adclr.cache.make", lambda *_, **__: None)
+    monkeypatch.setattr("adclr.data.cache.make", lambda *_, **__: None)
     assert score(data, tmp_path / "streamed") == plain
     assert losses(tmp_path / "streamed") == losses(tmp_path / "plain")
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adclr import fused, fused_kernels
-from adclr.augment import Views
-from adclr.fused import Part
-from adclr.losses import Center
+from adclr.data.augment import Views
+from adclr.model.losses import Center
+from adclr.model.ops import head_loss, head_loss_kernels
+from adclr.model.ops.head_loss import Part
 from kernel_device import DEVICE, needs_interpreter
 from test_method import METHODS, make, make_views
 
@@ -24,8 +24,8 @@ DIM, STUDENT, TEACHER = 16, 0.1, 0.04
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few prototypes are several blocks, the last of them not full."""
-    monkeypatch.setattr(fused_kernels, "STATISTICS", (32, 1))
-    monkeypatch.setattr(fused_kernels, "GRADIENT", (64, 1))
+    monkeypatch.setattr(head_loss_kernels, "STATISTICS", (32, 1))
+    monkeypatch.setattr(head_loss_kernels, "GRADIENT", (64, 1))
 
 
 class Case(NamedTuple):
@@ -35,8 +35,8 @@ class Case(NamedTuple):
     teacher_prototypes: Tensor
     parts: tuple[Part, ...]
 
-    def run(self) -> fused.Compared:
-        return fused.compare(*self, STUDENT, TEACHER)
+    def run(self) -> head_loss.Compared:
+        return head_loss.compare(*self, STUDENT, TEACHER)
 
 
 def draw(*shape: int, spread: float = 1.0) -> Tensor:
@@ -159,8 +159,8 @@ def test_float16_keeps_small_probabilities_and_small_weights() -> None:
     given = given._replace(prototypes=flat, parts=(*given.parts[:2], given.parts[2]._replace(weights=weights)))
     _, _, _, for_student, _ = slow(given)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_kernels, "STATISTICS", (1024, 1))
-        patch.setattr(fused_kernels, "GRADIENT", (1024, 1))
+        patch.setattr(head_loss_kernels, "STATISTICS", (1024, 1))
+        patch.setattr(head_loss_kernels, "GRADIENT", (1024, 1))
         given.run().total.backward()
     assert given.student.grad is not None
     for row in range(len(for_student)):
@@ -173,11 +173,13 @@ def test_chunks_do_not_change_the_result(name: str, monkeypatch: pytest.MonkeyPa
     a = whole.run()
     a.total.backward()
     shapes = []
-    statistics = fused_kernels.statistics
+    statistics = head_loss_kernels.statistics
     monkeypatch.setattr(
-        fused_kernels, "statistics", lambda *args: (shapes.append((args[0].shape, args[2].shape)), statistics(*args))
+        head_loss_kernels,
+        "statistics",
+        lambda *args: (shapes.append((args[0].shape, args[2].shape)), statistics(*args)),
     )
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 4 * whole.prototypes.shape[0])
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 16 * 4 * whole.prototypes.shape[0])
     b = split.run()
     b.total.backward()
     assert len(shapes) > sum(part.items > 0 for part in whole.parts)
@@ -210,9 +212,9 @@ def test_only_what_is_needed_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     given = case(48)
     expected = given.run()
     calls = []
-    gradient, product = fused_kernels.gradient, fused._product
-    monkeypatch.setattr(fused_kernels, "gradient", lambda *args: (calls.append("kernel"), gradient(*args)))
-    monkeypatch.setattr(fused, "_product", lambda a, b: (calls.append("product"), product(a, b))[1])
+    gradient, product = head_loss_kernels.gradient, head_loss._product
+    monkeypatch.setattr(head_loss_kernels, "gradient", lambda *args: (calls.append("kernel"), gradient(*args)))
+    monkeypatch.setattr(head_loss, "_product", lambda a, b: (calls.append("product"), product(a, b))[1])
     with torch.no_grad():
         found = given.run()
     assert torch.equal(found.total, expected.total)
@@ -262,7 +264,7 @@ def test_the_method_gives_the_same_losses_gradients_and_centers(name: str, monke
         settings, method = make(**METHODS[name])
         method = method.to(DEVICE)
         views = to_device(make_views(settings))
-        monkeypatch.setattr(fused, "possible", lambda images, forced=forced: forced)
+        monkeypatch.setattr(head_loss, "possible", lambda images, forced=forced: forced)
         losses = method(views, 0.05)
         losses.total.backward()
         method.update(1.0, torch.tensor(True, device=DEVICE))
@@ -285,7 +287,7 @@ def test_the_method_without_a_masked_patch(monkeypatch: pytest.MonkeyPatch) -> N
     method, views = method.to(DEVICE), to_device(make_views(settings))
     assert views.masks is not None
     masks = type(views.masks)(torch.zeros_like(views.masks.grid), views.masks.index[:0], views.masks.weight[:0])
-    monkeypatch.setattr(fused, "possible", lambda images: True)
+    monkeypatch.setattr(head_loss, "possible", lambda images: True)
     losses = method(Views(views.global_crops, views.local_crops, views.queries, masks), 0.05)
     losses.total.backward()
     assert losses.masked == 0
@@ -293,9 +295,9 @@ def test_the_method_without_a_masked_patch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_cpu_and_in_float64_the_plain_operations_are_used() -> None:
-    assert not fused.possible(torch.zeros(1))
-    assert fused.possible(torch.zeros(1, device=DEVICE)) == (DEVICE.type == "cuda")
-    assert not fused.possible(torch.zeros(1, device=DEVICE, dtype=torch.float64))
+    assert not head_loss.possible(torch.zeros(1))
+    assert head_loss.possible(torch.zeros(1, device=DEVICE)) == (DEVICE.type == "cuda")
+    assert not head_loss.possible(torch.zeros(1, device=DEVICE, dtype=torch.float64))
 
 
 def to_device(views: Views) -> Views:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import fit, health, jobs
-from adclr.draws import Draws
+from adclr.data.draws import Draws
 from adclr.evals import matching
-from adclr.losses import sinkhorn
-from adclr.probe import summary
+from adclr.model.losses import sinkhorn
+from adclr.report import health
+from adclr.training import job, micro_batch
+from adclr.training.probe import summary
 from tiny import TINY, Adclr, tiny
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -51,12 +52,12 @@ def test_the_rank_is_the_number_of_directions_used_alike() -> None:
 )
 def test_the_query_gap_is_the_loss_in_another_image_minus_that_in_its_own(changes: dict[str, Any]) -> None:
     settings = tiny(num_queries=3, **changes)
-    method = jobs.build(settings).double()
+    method = job.build(settings).double()
     torch.manual_seed(3)
     for parameter in method.teacher.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     method.center("query").value.normal_(0, 0.05)
-    views = fit.random_views(settings, 4, CPU).map(torch.Tensor.double)
+    views = micro_batch.random_views(settings, 4, CPU).map(torch.Tensor.double)
     assert views.queries is not None
     backbone, head = method.teacher.backbone, method.teacher.head
     with torch.no_grad():
@@ -80,11 +81,11 @@ def test_the_query_gap_is_the_loss_in_another_image_minus_that_in_its_own(change
 
 def test_a_query_that_does_not_read_has_no_gap() -> None:
     settings = tiny()
-    method = jobs.build(settings)
+    method = job.build(settings)
     with torch.no_grad():
         for block in method.teacher.backbone.blocks:
             block.attn.proj.weight.zero_()  # nothing of the image arrives
-    assert health.measure(method, fit.random_views(settings, 4, CPU), 0.04, None)["query_image_gap"] == 0
+    assert health.measure(method, micro_batch.random_views(settings, 4, CPU), 0.04, None)["query_image_gap"] == 0
 
 
 def test_measures_of_targets_are_the_formulas() -> None:
@@ -104,8 +105,8 @@ def test_measures_of_targets_are_the_formulas() -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_queries": 0}, {"target": "sinkhorn"}, {"query_keys": "all"}])
 def test_looking_changes_nothing(changes: dict[str, Any]) -> None:
     settings = tiny(**changes)
-    method = jobs.build(settings)
-    views = fit.random_views(settings, 3, CPU)
+    method = job.build(settings)
+    views = micro_batch.random_views(settings, 3, CPU)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     sums = {name: center._sum.clone() for name, center in method.centers.items()}  # type: ignore[union-attr,operator]
     found = health.measure(method, views, 0.04, None)

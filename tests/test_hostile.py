@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.augment import render
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.feed import Feed
-from adclr.runs import Run
-from adclr.sources import ImageFolder
-from adclr.views import plan
+from adclr.config.sections import UserError
+from adclr.data.augment import render
+from adclr.data.decode import Decoder
+from adclr.data.feed import Feed
+from adclr.data.sources import ImageFolder
+from adclr.data.views import plan
+from adclr.system.runs import Run
 from tiny import TINY, Adclr, tiny, words
 
 RNG = np.random.default_rng(0)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import augment, images, nvjpeg
-from adclr.augment import frame_kernels
-from adclr.cache import Store
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.images import Frame, Images, centre, whole
-from adclr.nvjpeg import GpuDecoder
-from adclr.sources import ImageFolder
+from adclr.config.sections import UserError
+from adclr.data import augment, nvjpeg
+from adclr.data.augment import frame_kernels
+from adclr.data.cache import Store
+from adclr.data.decode import Decoder
+from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.sources import ImageFolder
+from adclr.features import reader
+from adclr.features.reader import Frame, Images, centre, whole
 from kernel_device import DEVICE, needs_interpreter
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def by_formula(image: np.ndarray, frame: Frame) -> np.ndarray:
 def test_the_centre_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
     for height, width in SIZES:
         image, frame = picture(height, width), centre(size)(height, width)
-        found = images.resize(image, frame).astype(int)
+        found = reader.resize(image, frame).astype(int)
         expected = [by_formula(image, frame)] if frame.columns < 1000 else []
         if height <= width:  # images that are higher Pillow may resize down first
             expected.append(by_pillow(image, size))
@@ -81,7 +82,7 @@ def test_of_a_long_strip_only_the_centre_is_made() -> None:
     """All of it would be 25 million pixels wide."""
     frame = centre((224, 224))(1, 100_000)
     assert frame.columns > 2e7
-    assert images.resize(np.full((3, 1, 100_000), 7, np.uint8), frame).shape == (3, 224, 224)
+    assert reader.resize(np.full((3, 1, 100_000), 7, np.uint8), frame).shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_whole_images_have_whole_patches(
 
 @needs_interpreter
 @pytest.mark.parametrize("framing", [centre((32, 32)), centre((24, 72)), whole(None, 8, 64), whole(40, 8, 100)])
-def test_the_kernels_make_pillows_pixels(framing: images.Framing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_make_pillows_pixels(framing: reader.Framing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_kernels, "HALF", 20_000)  # in several launches
     if DEVICE.type == "cpu":  # the interpreter takes as long for a small block as for a large one
         monkeypatch.setattr(frame_kernels, "ROWS", 128)
@@ -129,7 +130,7 @@ def assert_pillows(made: list[np.ndarray], frames: list[Frame]) -> None:
     assert out[-1] == 99  # nothing is written beside
     for image, frame, place, size in zip(made, frames, places, sizes, strict=True):
         found = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
-        difference = np.abs(found - images.resize(image, frame))
+        difference = np.abs(found - reader.resize(image, frame))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 5e-3
 
@@ -163,7 +164,7 @@ def test_every_image_comes_once_whatever_the_threads(folder: Path, workers: int,
     assert sorted(found) == list(range(len(source)))
     for index, pixels in found.items():
         image = Decoder()(source.read(index))
-        assert np.array_equal(pixels, images.resize(image, framing(*image.shape[1:])))
+        assert np.array_equal(pixels, reader.resize(image, framing(*image.shape[1:])))
 
 
 def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> None:
@@ -200,7 +201,7 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JPEGs of all orientations, other files, and JPEGs that turn out to be broken only when they are decoded."""
-    monkeypatch.setattr(images, "TOGETHER", 3 * 40 * 56 * 3)  # three images at once
+    monkeypatch.setattr(reader, "TOGETHER", 3 * 40 * 56 * 3)  # three images at once
     if DEVICE.type == "cpu":
         monkeypatch.setattr(frame_kernels, "ROWS", 128)
     for number in range(12):
@@ -233,7 +234,7 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     for group in batch.groups:
         for index, pixels in zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True):
             image = Decoder()(source.read(index))
-            assert np.abs(pixels.astype(int) - images.resize(image, framing(*image.shape[1:]))).mean() <= 1
+            assert np.abs(pixels.astype(int) - reader.resize(image, framing(*image.shape[1:]))).mean() <= 1
             seen.append(index)
     assert sorted(seen + list(batch.unreadable)) == list(range(14))
     store = Store(augment.pack([Decoder()(source.read(index)) for index in seen]).to(device))
@@ -243,4 +244,4 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     for group in batch.groups:
         for index, pixels in zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True):
             image = Decoder()(source.read(seen[index]))
-            assert np.abs(pixels.astype(int) - images.resize(image, framing(*image.shape[1:]))).max() <= 1
+            assert np.abs(pixels.astype(int) - reader.resize(image, framing(*image.shape[1:]))).max() <= 1

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 import adclr as package
+from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals import frames, incontext
 from adclr.evals.incontext import Memory, ask, drawn, patch_labels
-from adclr.segmented import IGNORE, open_segmented
 from dense_scenes import backbone, evaluated, saved, segmented
 from tiny import TINY
 
@@ -156,7 +156,7 @@ def test_what_another_process_could_not_read_is_counted_too(tmp_path: Path, monk
     """Of images drawn anew that are not kept, a process meets only its own; here the other one met numbers 0 and 1."""
     data = segmented(tmp_path, 4, 4, 32)
     (data / "images" / "train" / "0.png").write_bytes(b"broken")
-    monkeypatch.setattr("adclr.feed.distributed.gather", lambda own: torch.cat([own, torch.tensor([0, 1])]))
+    monkeypatch.setattr("adclr.data.feed.distributed.gather", lambda own: torch.cat([own, torch.tensor([0, 1])]))
     found = score(data, max_unreadable=0.5, augment_epochs=1)
     assert (found["num_train"], found["num_unreadable"]) == (2, 2)
 

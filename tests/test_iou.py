@@ -6,9 +6,9 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
+from adclr.data.sets.pixels import IGNORE
 from adclr.evals import iou
 from adclr.evals.frames import fitting, likeliest
-from adclr.segmented import IGNORE
 
 CPU = torch.device("cpu")
 

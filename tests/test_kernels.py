@@ -7,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import augment, scenes
-from adclr.augment import kernels, launch_kernels
-from adclr.draws import key_of
-from adclr.settings import Settings
-from adclr.views import plan
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.augment import kernels, launch_kernels
+from adclr.data.draws import key_of
+from adclr.data.sets import scenes
+from adclr.data.views import plan
 from kernel_device import DEVICE, needs_interpreter
 from tiny import tiny
 

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets.classes import open_labelled
 from adclr.evals import accuracy, features, knn
-from adclr.labelled import open_labelled
-from adclr.pictures import viridis
-from adclr.weights import Weights, create_backbone
+from adclr.features.pictures import viridis
+from adclr.weights.backbone import Weights, create_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

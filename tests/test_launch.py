@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 import adclr as package
-from adclr import cli, config, launch
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.settings import Settings
+from adclr import cli
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
 from adclr.study import outline
+from adclr.system.runs import Run
+from adclr.training import launch
 from studied import study
 from tiny import TINY, Adclr, words
 
@@ -23,7 +25,7 @@ IN_EPOCHS = ("optim.warmup_epochs", "method.teacher_temperature_warmup_epochs", 
 
 
 def lengths(settings: Settings) -> tuple[float, ...]:
-    flat = config.flatten(settings.model_dump())
+    flat = sections.flatten(settings.model_dump())
     return tuple(flat[path] for path in IN_EPOCHS)
 
 
@@ -67,17 +69,17 @@ def test_what_the_user_sets_is_not_scaled() -> None:
         launch.settle({}, {"epochs": "many"})
 
 
-@pytest.mark.parametrize("name", config.recipe_names())
+@pytest.mark.parametrize("name", sections.recipe_names())
 def test_recipes_are_left_as_they_are(name: str) -> None:
-    recipe = config.recipe(name)
-    assert launch.settle(recipe, {}) == config.build(Settings, recipe)
+    recipe = sections.recipe(name)
+    assert launch.settle(recipe, {}) == sections.build(Settings, recipe)
 
 
 def test_a_study_and_its_runs_scale_alike(tmp_path: Path) -> None:
     file = study(tmp_path, recipe="adclr_small", settings={"train.epochs": 4})
     (cell,) = outline.read(file).cells
     assert lengths(cell.settings) == (0.2, 0.6, 1)
-    assert lengths(launch.settle(config.recipe(cell.recipe), cell.said)) == lengths(cell.settings)
+    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.said)) == lengths(cell.settings)
 
 
 def test_a_run_from_before_lengths_were_scaled_is_resumed(images: Path, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from adclr.augment import crop
-from adclr.boxes import crop_boxes
-from adclr.config import UserError
-from adclr.draws import Draws
+from adclr.config.sections import UserError
+from adclr.data.augment import crop
+from adclr.data.boxes import crop_boxes
+from adclr.data.draws import Draws
+from adclr.data.sets.classes import open_labelled
 from adclr.evals import linear
 from adclr.evals.crops import ASPECT, Crops, fitting, side
-from adclr.labelled import open_labelled
-from adclr.vit import VisionTransformer
+from adclr.model.vit import VisionTransformer
 from plain_images import coloured, weights
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
     assert score(data, epochs=3, num_workers=7) == plain
     monkeypatch.setattr(linear, "AT_ONCE", 7)
     assert score(data, epochs=3) == plain
-    monkeypatch.setattr("adclr.cache.make", lambda *_, **__: None)  # decoded anew in every epoch
+    monkeypatch.setattr("adclr.data.cache.make", lambda *_, **__: None)  # decoded anew in every epoch
     assert score(data, epochs=3, num_workers=3) == plain
 
 
@@ -109,7 +109,7 @@ def test_features_are_dinos() -> None:
 def test_crops_are_torchvisions_of_the_same_boxes() -> None:
     from torchvision.transforms.v2 import functional
 
-    from adclr.augment import pack
+    from adclr.data.augment import pack
 
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (3, h, w), np.uint8) for h, w in ((50, 70), (33, 40), (90, 20))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adclr.losses import Center, masked_loss, paired_loss, sinkhorn, soft_cross_entropy
+from adclr.model.losses import Center, masked_loss, paired_loss, sinkhorn, soft_cross_entropy
 
 K = 11
 

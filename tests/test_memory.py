@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from adclr import jobs, launch, memory
+from adclr.system import machine
+from adclr.training import job, launch
 from studied import study
 from tiny import TINY
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-CORES = memory.cpu_count()
+CORES = machine.cpu_count()
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -74,26 +75,26 @@ def test_a_limited_container_gets_as_many_threads_as_it_has_cores(
 ) -> None:
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert memory.thread_environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
+    assert machine.thread_environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
     (tmp_path / "cpu.max").write_text("300000 100000\n")
-    assert memory.thread_environment()["OMP_NUM_THREADS"] == "3"
+    assert machine.thread_environment()["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory.thread_environment()["OMP_NUM_THREADS"] == "1"
+    assert machine.thread_environment()["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in memory.thread_environment()
+    assert "OMP_NUM_THREADS" not in machine.thread_environment()
 
 
 def test_processes_of_one_machine_share_the_decoding(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     for processes, threads in (("1", 8), ("3", 2), ("20", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         launched = launch.prepare(images / "train", tmp_path / "run", "adclr_vits16", TINY)
-        assert jobs.assemble(launched, torch.device("cpu")).feed.num_workers == threads
+        assert job.assemble(launched, torch.device("cpu")).feed.num_workers == threads
 
 
 def test_python_code_gets_the_same_and_keeps_its_environment() -> None:

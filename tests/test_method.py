@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adclr.augment import Masks, Views, _hidden
-from adclr.jobs import build
-from adclr.losses import Center, sinkhorn
-from adclr.method import ADCLR
-from adclr.settings import Settings
+from adclr.config.settings import Settings
+from adclr.data.augment import Masks, Views, _hidden
+from adclr.model.losses import Center, sinkhorn
+from adclr.model.method import ADCLR
+from adclr.training.job import build
 from tiny import tiny
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from timm.data import auto_augment, mixup
 from torch import Tensor
 
-from adclr import scenes
-from adclr.draws import Draws
+from adclr.data.draws import Draws
+from adclr.data.sets import scenes
 from adclr.evals import randaugment as ra
 from adclr.evals.mixing import Eraser, Mix, draw_mix, kept, smoothed
 

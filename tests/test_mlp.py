@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr import gpu_code, mlp, mlp_kernels
-from adclr.mlp import Line, Tiles
+from adclr.model.ops import mlp, mlp_kernels
+from adclr.model.ops.mlp import Line, Tiles
+from adclr.system import triton_available
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALVES = (torch.bfloat16, torch.float16)
@@ -369,7 +370,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(torch.float32)
     assert not fits(torch.float64)
     assert not fits(device="cpu")
-    monkeypatch.setattr(gpu_code, "possible", False)
+    monkeypatch.setattr(triton_available, "possible", False)
     assert not fits()
 
 

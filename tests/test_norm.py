@@ -13,8 +13,9 @@ import triton
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr import gpu_code, norm
-from adclr.norm import Config
+from adclr.model.ops import norm
+from adclr.model.ops.norm import Config
+from adclr.system import triton_available
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -351,7 +352,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dim=24)
     assert not fits(dim=norm.WIDEST + 16)
     assert not fits(before=(2, 9))
-    monkeypatch.setattr(gpu_code, "possible", False)
+    monkeypatch.setattr(triton_available, "possible", False)
     assert not fits()
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import scenes
-from adclr.decode import Decoder, Unreadable
-from adclr.feed import Feed
-from adclr.jpeg import read_header
-from adclr.nvjpeg import Encoded, GpuDecoder
-from adclr.sources import ImageFolder
-from adclr.views import plan
+from adclr.data.decode import Decoder, Unreadable
+from adclr.data.feed import Feed
+from adclr.data.jpeg import read_header
+from adclr.data.nvjpeg import Encoded, GpuDecoder
+from adclr.data.sets import scenes
+from adclr.data.sources import ImageFolder
+from adclr.data.views import plan
 from kernel_device import DEVICE
 from tiny import tiny
 
@@ -167,7 +167,7 @@ def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> Non
 
 def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It goes to the CPU alone, and is not held against it there."""
-    from adclr import nvjpeg
+    from adclr.data import nvjpeg
 
     for number in range(6):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from adclr.optim import Schedules, Values, make_optimizer, update
+from adclr.training.schedules import Schedules, Values, make_optimizer, update
 from tiny import tiny
 
 SCHEDULES = Schedules(
@@ -72,14 +72,14 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
 
 
 def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
-    from adclr import fit
-    from adclr.jobs import build
-    from adclr.step import Step
+    from adclr.training import micro_batch
+    from adclr.training.job import build
+    from adclr.training.step import Step
 
     settings = tiny()
     method = build(settings)
     step = Step(settings, method, make_optimizer(method.student, settings), torch.device("cpu"), None)
-    views = [fit.random_views(settings, 4, torch.device("cpu"))]
+    views = [micro_batch.random_views(settings, 4, torch.device("cpu"))]
     last = method.student.head.last_layer
     for frozen in (True, False):
         before = {n: p.detach().clone() for n, p in last.named_parameters()}
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
 
 
 def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() -> None:
-    from adclr.jobs import build
+    from adclr.training.job import build
 
     student = build(tiny(masked_weight=1.0, layer_scale=0.1)).student
     optimizer = make_optimizer(student, tiny())
@@ -142,12 +142,12 @@ def test_positions_tokens_and_the_gain_are_decayed_biases_and_norms_are_not() ->
 
 def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_void() -> None:
     """What a recorded step does, without the recording: its numbers are one tensor, and recording runs it void."""
-    from adclr import fit
-    from adclr.jobs import build
-    from adclr.step import Step
+    from adclr.training import micro_batch
+    from adclr.training.job import build
+    from adclr.training.step import Step
 
     settings, cpu = tiny(model__drop_path=0.0), torch.device("cpu")
-    views = fit.random_views(settings, 4, cpu)
+    views = micro_batch.random_views(settings, 4, cpu)
     methods = [build(settings) for _ in range(2)]
     optimizers = [make_optimizer(method.student, settings) for method in methods]
     steps = [Step(settings, method, o, cpu, None) for method, o in zip(methods, optimizers, strict=True)]

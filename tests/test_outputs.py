@@ -14,12 +14,14 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr import cli, demo, manifest, outputs
-from adclr.collection import open_source
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.sources import Files, ImageFolder
-from adclr.weights import architecture, save_backbone
+from adclr import cli, demo
+from adclr.config.sections import UserError
+from adclr.data.collection import open_source
+from adclr.data.sources import Files, ImageFolder
+from adclr.system import outputs
+from adclr.system.runs import Run
+from adclr.weights import manifest
+from adclr.weights.backbone import architecture, save_backbone
 from studied import kept, study
 from tiny import tiny
 

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import adclr
-from adclr import config
-from adclr.settings import Settings
+from adclr.config import sections
+from adclr.config.settings import Settings
 from dense_scenes import segmented
 from tiny import THREADS, TINY, words
 
@@ -75,7 +75,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     run(bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel)
     assert "pretrain" in run(bin_ / "adclr", "--help", cwd=tmp_path)
     listed = run(bin_ / "adclr", "pretrain", "--list-recipes", cwd=tmp_path)
-    assert [line.split()[0] for line in listed.splitlines()] == config.recipe_names()
+    assert [line.split()[0] for line in listed.splitlines()] == sections.recipe_names()
     assert adclr.__version__ in run(bin_ / "adclr", "--version", cwd=tmp_path)
     assert str(tmp_path) in run(bin_ / "python", "-c", "import adclr; print(adclr.__file__)", cwd=tmp_path)
 
@@ -193,7 +193,7 @@ def test_the_method_page_names_things_that_exist() -> None:
             continue
         thing = getattr(importlib.import_module(f"adclr.{module}"), name, None)
         if thing is None:  # not code but a setting, which raises if there is none
-            config.full_name(Settings, f"{module}.{name}")
+            sections.full_name(Settings, f"{module}.{name}")
             continue
         assert not attribute or hasattr(thing, attribute), (module, name, attribute)
         checked += 1

@@ -15,16 +15,20 @@ import pytest
 import torch
 
 import adclr as package
-from adclr import augment, cli, config, cost, fit, gpus, launch, memory, planning, trial
-from adclr.augment import Views
-from adclr.config import UserError
-from adclr.decode import Decoder, Pixels
-from adclr.feed import Feed
-from adclr.settings import Settings
-from adclr.step import Step
+from adclr import cli
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.augment import Views
+from adclr.data.decode import Decoder, Pixels
+from adclr.data.feed import Feed
+from adclr.system import machine
+from adclr.training import launch, micro_batch, plan_cost, plan_gpus, plan_trial, planning
+from adclr.training.step import Step
 from tiny import TINY, Adclr, words
 
-H200 = gpus.GPUS["h200"]
+H200 = plan_gpus.GPUS["h200"]
 MISTAKES = [  # arguments ({d}: images, {t}: an empty place), what the sentence says
     ([], "give the images, or their number as --images N; neither was given"),
     (["{d}", "--images", "5"], "not both"),
@@ -84,7 +88,7 @@ def test_mistakes_of_where_it_runs(adclr: Adclr) -> None:
 def test_where_the_gpu_decodes_its_rate_counts(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from adclr.nvjpeg import GpuDecoder
+    from adclr.data.nvjpeg import GpuDecoder
 
     asked: list[Feed] = []
 
@@ -124,27 +128,27 @@ def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: 
     size = sum(path.stat().st_size for path in (run.checkpoints / "latest").iterdir())
     assert plan["disk"]["checkpoint_gb"] * 1e9 == pytest.approx(size, rel=0.05)
     assert plan["disk"]["index_gb"] * 1e9 == pytest.approx((run.path / launch.INDEX).stat().st_size, abs=2000)
-    assert plan["settings"] == config.build(Settings, plan["settings"]).model_dump(mode="json")
+    assert plan["settings"] == sections.build(Settings, plan["settings"]).model_dump(mode="json")
     assert plan["provenance"]["adclr"] == package.__version__
 
 
 def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config.build(Settings, config.recipe("adclr_vits16"))
+    settings = sections.build(Settings, sections.recipe("adclr_vits16"))
     plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
     text = capsys.readouterr().out
     assert "ESTIMATED, not measured, for H200" in text
     assert plan["steps"] == 100 * 1251
     rate = 8 * 128 / planning.stated_seconds(settings, H200, 128, 128, num_gpus=8)
-    share = rate / 8 * cost.flops(settings).step / 989e12
+    share = rate / 8 * plan_cost.flops(settings).step / 989e12
     assert f"of which {share:.0%} are taken to be reached" in " ".join(text.split())
     assert plan["time"]["images_per_second"] == pytest.approx(rate)
     assert plan["time"]["hours"] == pytest.approx(100 * 1251 * 1024 / rate / 3600)
     memory = plan["memory"]
     assert (memory["micro_batch_size"], memory["accumulate"]) == (128, 1)
-    small = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=gpus.GPUS["l4"])["memory"]
+    small = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=plan_gpus.GPUS["l4"])["memory"]
     assert small["micro_batch_size"] * small["accumulate"] == 1024
     assert small["micro_batch_size"] <= small["images_that_fit"] < 2 * small["micro_batch_size"]
-    assert small["fixed_gib"] + small["images_that_fit"] * small["image_gib"] <= fit.GPU_SHARE * 22
+    assert small["fixed_gib"] + small["images_that_fit"] * small["image_gib"] <= micro_batch.GPU_SHARE * 22
 
 
 # method (by its recipe), model.size, batch, images/s: of one H200, from docs/performance.md
@@ -226,7 +230,7 @@ def test_a_slow_model_is_timed_by_two_images(images: Path, monkeypatch: pytest.M
         work(0.02)
 
     monkeypatch.setattr(Step, "__call__", learn)
-    monkeypatch.setattr(trial, "CPU_STEP_SECONDS", 0.02)
+    monkeypatch.setattr(plan_trial, "CPU_STEP_SECONDS", 0.02)
     plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
     assert set(taken) == {2}
     assert plan["time"]["steps_images_per_second"] == pytest.approx(100, rel=0.5)
@@ -268,7 +272,7 @@ def test_a_plan_is_the_same_on_a_busy_machine(images: Path, monkeypatch: pytest.
 
     quiet, others = plan(), []
     try:
-        for _ in range(3 * memory.cpu_count()):
+        for _ in range(3 * machine.cpu_count()):
             others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         busy = plan()
     finally:
@@ -309,7 +313,7 @@ def test_a_plan_without_images_has_views_of_noise(capsys: pytest.CaptureFixture[
 
 
 def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {"images": 50_000_000, "recipe": "adclr_vitb16", "gpu": gpus.GPUS["l4"]}
+    told: dict[str, Any] = {"images": 50_000_000, "recipe": "adclr_vitb16", "gpu": plan_gpus.GPUS["l4"]}
     plan = planning.run(None, **told, out=tmp_path / "run")
     (warning,) = plan["warnings"]
     assert warning.startswith("it takes about ")
@@ -343,20 +347,20 @@ def test_images_on_the_gpu_leave_less_room(images: Path) -> None:
 
 def test_names_of_gpus() -> None:
     for name in ("h200", "H200", "NVIDIA H200"):
-        assert gpus.find(name, None, None) == H200
+        assert plan_gpus.find(name, None, None) == H200
     for name in ("NVIDIA GeForce RTX 4090", "rtx-4090", "rtx_4090"):
-        assert gpus.find(name, None, None) == gpus.GPUS["rtx4090"]
-    assert gpus.find("A100 80GB", None, None) == gpus.GPUS["a100-80gb"]
-    assert gpus.find("a10", 12.0, None) == gpus.Gpu("A10", 12.0, 125)
-    assert gpus.find(None, 10.0, 20.0) == gpus.Gpu("a GPU", 10.0, 20.0)
-    assert gpus.find(None, None, None) is None
+        assert plan_gpus.find(name, None, None) == plan_gpus.GPUS["rtx4090"]
+    assert plan_gpus.find("A100 80GB", None, None) == plan_gpus.GPUS["a100-80gb"]
+    assert plan_gpus.find("a10", 12.0, None) == plan_gpus.Gpu("A10", 12.0, 125)
+    assert plan_gpus.find(None, 10.0, 20.0) == plan_gpus.Gpu("a GPU", 10.0, 20.0)
+    assert plan_gpus.find(None, None, None) is None
 
 
 def test_too_many_images_at_once_are_told_which_number_fits(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("adclr.step.Step.__call__", full)
+    monkeypatch.setattr("adclr.training.step.Step.__call__", full)
     with pytest.raises(UserError, match=r"8 images at once do not fit into .* GiB; set train\.micro_batch_size=4"):
         planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from adclr import progress
-from adclr.progress import Line
+from adclr.system import progress
+from adclr.system.progress import Line
 
 
 @pytest.mark.parametrize(

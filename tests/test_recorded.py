@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from adclr import attention, config, fit, jobs, optim, recorded
-from adclr.augment import Views
-from adclr.config import UserError
-from adclr.recorded import NotRecorded, Recorded
-from adclr.settings import Settings
-from adclr.step import Step
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.data.augment import Views
+from adclr.model.ops import attention
+from adclr.training import cuda_graph, job, micro_batch, schedules
+from adclr.training.cuda_graph import NotRecorded, Recorded
+from adclr.training.step import Step
 from tiny import tiny
 
 POOL = (0, 7)
@@ -111,9 +113,9 @@ def attempt(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: Exception | None
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocating, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", cuda.release, raising=False)
-    monkeypatch.setattr(recorded, "stream", lambda *_: Side())
-    monkeypatch.setattr(recorded, "_failed", [])
-    views = fit.random_views(tiny(), 2, torch.device("cpu"))
+    monkeypatch.setattr(cuda_graph, "stream", lambda *_: Side())
+    monkeypatch.setattr(cuda_graph, "_failed", [])
+    views = micro_batch.random_views(tiny(), 2, torch.device("cpu"))
     monkeypatch.setattr(torch, "rand", cuda.rand)
 
     def work(_: Views, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -175,15 +177,15 @@ def test_a_step_that_is_not_recorded_is_taken(
     def refuse(*_: object) -> None:
         raise NotRecorded("why")
 
-    monkeypatch.setattr("adclr.step.Recorded", refuse)
+    monkeypatch.setattr("adclr.training.step.Recorded", refuse)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     settings = tiny()
-    method, device = jobs.build(settings), torch.device("cpu")
-    step = Step(settings, method, optim.make_optimizer(method.student, settings), device, None)
+    method, device = job.build(settings), torch.device("cpu")
+    step = Step(settings, method, schedules.make_optimizer(method.student, settings), device, None)
     step.record = True  # which a CPU never is
-    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    values = schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
     for _ in range(2):
-        losses, ok = step([fit.random_views(settings, 2, device)], values)
+        losses, ok = step([micro_batch.random_views(settings, 2, device)], values)
         assert ok
         assert losses.isfinite().all()
     assert not step.record
@@ -197,9 +199,9 @@ def test_runs_that_are_compared_on_a_gpu_are_of_the_kernels(
     """The settings of tests/gpu, which cannot run here: heads as wide as the kernels take them, and losses that are."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "gpu")
     told = importlib.import_module("on_gpu").for_kernels(masked_weight=masked_weight, device="cpu", deterministic=True)
-    settings = config.build(Settings, told)
+    settings = sections.build(Settings, told)
     dim, _, heads = settings.model.shape
     assert dim // heads in attention.WIDTHS
-    losses = jobs.build(settings)(fit.random_views(settings, 2, torch.device("cpu")), 0.05)
+    losses = job.build(settings)(micro_batch.random_views(settings, 2, torch.device("cpu")), 0.05)
     assert all(loss.isfinite() for loss in losses)
     assert bool(losses.masked) == bool(masked_weight)

@@ -17,14 +17,16 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr import launch, looking, report, training
-from adclr.config import UserError
+from adclr import report
+from adclr.config.sections import UserError
+from adclr.data.sources import ImageFolder
+from adclr.features import analysis
 from adclr.report import charts, measures, page, story
 from adclr.report import live as live_module
 from adclr.report.live import Live, choose
-from adclr.runs import Run
-from adclr.sources import ImageFolder
-from adclr.weights import load_weights
+from adclr.system.runs import Run
+from adclr.training import launch, loop
+from adclr.weights.backbone import load_weights
 from tiny import TINY, Adclr
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -33,9 +35,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.fixture(scope="module")
 def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
-    training.run(
-        launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True})
-    )
+    loop.run(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True}))
     (folder / "evals/knn").mkdir(parents=True)
     scores: dict[str, dict[str, object]] = {
         "scores": {"knn_top1": 43.25, "broken": "x"},
@@ -343,17 +343,17 @@ def test_components_keep_their_colours_from_moment_to_moment(
     weights = load_weights(run)
     chosen = choose(ImageFolder(images / "train"), weights)
     first = live_module.strip(weights, chosen)
-    basis = looking.basis
+    basis = analysis.basis
 
-    def turned(features: torch.Tensor) -> looking.Basis:
+    def turned(features: torch.Tensor) -> analysis.Basis:
         """As good a basis: another order, other signs."""
         found = basis(features)
         swap, signs = [2, 0, 1], torch.tensor([1.0, -1.0, -1.0])
         directions = (found.directions * signs[:, None])[swap]
         low, high = np.percentile(((features.double() - found.mean) @ directions.T).numpy(), (1, 99), axis=0)
-        return looking.Basis(found.mean, directions, low, high, found.explained[swap])
+        return analysis.Basis(found.mean, directions, low, high, found.explained[swap])
 
-    monkeypatch.setattr(looking, "basis", turned)
+    monkeypatch.setattr(analysis, "basis", turned)
 
     def away(found: Image.Image) -> float:
         return float(np.abs(np.asarray(found, np.float64) - np.asarray(first, np.float64)).mean())

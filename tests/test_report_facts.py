@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from adclr import launch, training
-from adclr.journal import Journal
 from adclr.report import measures, page, story
+from adclr.training import launch, loop
+from adclr.training.journal import Journal
 from tiny import TINY
 
 SPARSE = TINY | {"train.log_every_steps": 10, "train.epochs": 800, "train.report": True}  # 4 steps are an epoch
@@ -32,7 +32,7 @@ def train_and_stop(images: Path, out: Path, step: int, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "step", signalled)
         with pytest.raises(SystemExit) as stopped:
-            training.run(launched)
+            loop.run(launched)
     assert stopped.value.code == 75
 
 
@@ -55,7 +55,7 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     """With lines every 10 steps and measures every 100, as by default."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     short = {"train.epochs": 7, "train.report": False}
-    training.run(launch.prepare(images / "train", whole, None, SPARSE | short))
+    loop.run(launch.prepare(images / "train", whole, None, SPARSE | short))
     assert [look["step"] for look in story.read(whole).looks] == [10, 28]
     words = [word.text for word in measures.verdict(story.read(whole))]
     assert any("No sign of a collapse in 2 measures" in text for text in words)
@@ -64,7 +64,7 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     stopped = story.read(parts)
     assert ([look["step"] for look in stopped.looks], stopped.state) == ([10, 17], "stopped")
     assert any("No sign of a collapse" in word.text for word in measures.verdict(stopped))
-    training.run(launch.prepare(images / "train", parts, None, SPARSE | short))
+    loop.run(launch.prepare(images / "train", parts, None, SPARSE | short))
     assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from adclr import scenes
+from adclr.data.sets import scenes
 from adclr.demo import query_boxes
-from adclr.pictures import viridis
+from adclr.features.pictures import viridis
 
 
 def test_a_scene_is_a_function_of_its_numbers() -> None:

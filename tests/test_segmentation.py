@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from adclr import scenes
-from adclr.config import UserError
-from adclr.evals import course, iou, segmentation
+from adclr.config.sections import UserError
+from adclr.data.sets import scenes
+from adclr.data.sets.pixels import IGNORE, open_segmented
+from adclr.evals import iou, segmentation, trainer
 from adclr.evals.decoders import Fpn, Linear, UperNet
 from adclr.evals.pyramid import BatchNorm, Pyramid, blocks_at
 from adclr.evals.segmentation import Segmenter, Settings, protocol_of
 from adclr.evals.windows import predict, sliding, starts, whole
-from adclr.segmented import IGNORE, open_segmented
 from dense_scenes import CLASSES, backbone, evaluated, refused, saved, segmented
 
 CPU = torch.device("cpu")
@@ -228,9 +228,9 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyte
         return found, (place / "model.safetensors").read_bytes()
 
     straight, model = trained(tmp_path / "straight")
-    step = course._step
-    monkeypatch.setattr(course, "_step", lambda *given: 1 / 0 if given[3] == 4 else step(*given))
-    monkeypatch.setattr("adclr.evals.course.time.monotonic", iter(range(0, 10**9, 1000)).__next__)  # saves every step
+    step = trainer._step
+    monkeypatch.setattr(trainer, "_step", lambda *given: 1 / 0 if given[3] == 4 else step(*given))
+    monkeypatch.setattr("adclr.evals.trainer.time.monotonic", iter(range(0, 10**9, 1000)).__next__)  # saves every step
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path / "resumed")
     monkeypatch.undo()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import scenes
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.segmented import IGNORE, check, open_segmented
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder
+from adclr.data.sets import scenes
+from adclr.data.sets.pixels import IGNORE, check, open_segmented
 from dense_scenes import CLASSES, refused, saved, segmented
 
 

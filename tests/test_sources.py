@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import progress
-from adclr.config import UserError
-from adclr.labelled import open_labelled
-from adclr.sources import ImageFolder
+from adclr.config.sections import UserError
+from adclr.data.sets.classes import open_labelled
+from adclr.data.sources import ImageFolder
+from adclr.system import progress
 
 
 def touch(root: Path, *names: str) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from adclr import attention, devices, fit, fused, gpu_code, mlp, norm, pretrain, speed, trial_kernels
-from adclr.ahead import Ahead
-from adclr.blocks import again_block, run_block
-from adclr.jobs import build
-from adclr.vit import VisionTransformer
+from adclr import pretrain
+from adclr.data.prefetch import Ahead
+from adclr.model.blocks import again_block, run_block
+from adclr.model.ops import attention, head_loss, mlp, norm
+from adclr.model.vit import VisionTransformer
+from adclr.system import devices, trial_kernels, triton_available
+from adclr.training import micro_batch, speed
+from adclr.training.job import build
 from kernel_device import DEVICE, needs_interpreter
 from tiny import TINY, tiny
 
@@ -59,19 +62,19 @@ def test_kernels_that_cannot_be_compiled_are_not_launched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine may have Triton and no C compiler; Triton says so when it first launches something."""
-    monkeypatch.setattr(gpu_code, "possible", True)
+    monkeypatch.setattr(triton_available, "possible", True)
     monkeypatch.setattr(trial_kernels, "launch", broken)
-    gpu_code.try_out(CPU)
-    assert gpu_code.possible  # nothing was tried
+    triton_available.try_out(CPU)
+    assert triton_available.possible  # nothing was tried
     gpu = SimpleNamespace(device=torch.device("cuda:0"), is_cuda=True, dtype=torch.bfloat16, shape=(9, 64))
     assert norm.fits(gpu)  # type: ignore[arg-type]
     for _ in range(2):
-        gpu_code.try_out(torch.device("cuda:0"))
-        assert not gpu_code.possible
+        triton_available.try_out(torch.device("cuda:0"))
+        assert not triton_available.possible
     assert capsys.readouterr().err == "Triton cannot compile kernels here, so all is slower (no compiler of any kind)\n"
     assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
     assert not attention.fits(gpu, [], 1)  # type: ignore[arg-type]
-    assert not fused.possible(gpu)  # type: ignore[arg-type]
+    assert not head_loss.possible(gpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -176,7 +179,7 @@ def test_the_micro_batch_is_fitted_to_blocks_that_are_run_again(monkeypatch: pyt
         settings = tiny(checkpoint_activations=again)
         method = build(settings)
         method.register_forward_hook(lambda m, *_: seen.append(m.student.backbone.run_block))
-        fit.measure(method, settings, CPU, None)
+        micro_batch.measure(method, settings, CPU, None)
         assert seen == [run] * 3
         seen.clear()
-    assert fit.estimate(tiny(depth=12, checkpoint_activations=True)) < fit.estimate(tiny(depth=12))
+    assert micro_batch.estimate(tiny(depth=12, checkpoint_activations=True)) < micro_batch.estimate(tiny(depth=12))

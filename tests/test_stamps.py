@@ -15,13 +15,15 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr import cli, launch, stamps
-from adclr.collection import open_source
-from adclr.config import UserError
-from adclr.parts import Parts
-from adclr.runs import Run
-from adclr.stamps import Stamps
-from adclr.weights import architecture, save_backbone
+from adclr import cli
+from adclr.config.sections import UserError
+from adclr.data import stamps
+from adclr.data.collection import open_source
+from adclr.data.stamps import Stamps
+from adclr.features.parts import Parts
+from adclr.system.runs import Run
+from adclr.training import launch
+from adclr.weights.backbone import architecture, save_backbone
 from test_embedding import maps_of, rows_of
 from tiny import TINY, tiny
 
@@ -151,7 +153,7 @@ def test_an_update_that_is_stopped_goes_on(
     package.embed(weights, photos, out=out, **EMBED)
     for number in (0, 15):
         photograph(photos / f"{number:02d}.bmp", 100 + number, days_ago=1)
-    from adclr import parts
+    from adclr.features import parts
 
     for when in ("_together", "write_json"):  # before the parts are put together, and after it
         with monkeypatch.context() as patch:
@@ -258,7 +260,7 @@ def start(photos: Path, out: Path, **more: Any) -> Run:
 @pytest.fixture
 def stopped(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that ended in the middle."""
-    from adclr.journal import Journal
+    from adclr.training.journal import Journal
 
     real = Journal.step
 

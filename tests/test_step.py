@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr import augment, config, jobs
-from adclr.decode import Decoder
-from adclr.draws import epoch_order
-from adclr.losses import Center
-from adclr.method import ADCLR
-from adclr.settings import Settings
-from adclr.sources import ImageFolder
-from adclr.views import plan
+from adclr.config import sections
+from adclr.config.settings import Settings
+from adclr.data import augment
+from adclr.data.decode import Decoder
+from adclr.data.draws import epoch_order
+from adclr.data.sources import ImageFolder
+from adclr.data.views import plan
+from adclr.model.losses import Center
+from adclr.model.method import ADCLR
+from adclr.training import job
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {
@@ -45,7 +47,7 @@ def cosine(a: float, b: float, x: float) -> float:
 
 def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
     """3 epochs of 4 steps of 8 images; AdamW, its clipping and the moving average by hand."""
-    source, method = ImageFolder(folder), jobs.build(settings)
+    source, method = ImageFolder(folder), job.build(settings)
     names = [name for name, _ in method.student.named_parameters()]
     students = dict(method.student.named_parameters())
     teachers = dict(method.teacher.named_parameters())
@@ -91,7 +93,7 @@ def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
 
 
 def test_training_is_the_loop_written_out(images: Path, tmp_path: Path) -> None:
-    settings = config.build(Settings, config.recipe("adclr_vits16"), TINY, CHANGES)
+    settings = sections.build(Settings, sections.recipe("adclr_vits16"), TINY, CHANGES)
     run = package.pretrain(images / "train", out=tmp_path / "run", recipe="adclr_vits16", **(TINY | CHANGES))
     method, losses = written_out(settings, images / "train")
     rows = [row["loss"] for row in run.rows("metrics.jsonl")]
@@ -111,8 +113,8 @@ def test_drop_path_starts_anew_for_every_step_and_micro_batch(
     package.pretrain(images / "train", out=tmp_path / "run", **(TINY | {"micro_batch_size": 4, "epochs": 1}))
     assert len(seeds) == 1 + 4 * 2  # the initial weights, then 4 steps of 2 micro-batches
     assert len(set(seeds)) == len(seeds)
-    monkeypatch.setattr("adclr.distributed.rank", lambda: 1)
-    assert jobs.drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
+    monkeypatch.setattr("adclr.system.distributed.rank", lambda: 1)
+    assert job.drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
 
 
 def test_the_probe_scores_the_teacher(images: Path, tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_defaults_are_the_papers() -> None:
     assert (o.lr, o.final_lr, o.warmup_epochs, o.betas) == (5e-4, 1e-6, 10, (0.9, 0.999))
     assert (o.weight_decay, o.weight_decay_end, o.clip_norm, o.freeze_last_layer_epochs) == (0.04, 0.4, 3.0, 1)
     assert (s.train.batch_size, s.data.mean, s.data.std) == (1024, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    b = config.build(Settings, config.recipe("adclr_vitb16"))
+    b = sections.build(Settings, sections.recipe("adclr_vitb16"))
     assert (b.model.shape, b.optim.lr, b.optim.final_lr, b.optim.clip_norm) == ((768, 12, 12), 7.5e-4, 2e-6, 0.3)
     assert (b.optim.freeze_last_layer_epochs, b.method.teacher_temperature_warmup_epochs) == (3, 50)
     assert b.method.train_gain is False

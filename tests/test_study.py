@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adclr.config import UserError
+from adclr.config.sections import UserError
 from adclr.study import outline, table
 from adclr.study.outline import read
 from adclr.study.results import Results, keep_scores

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 import adclr as package
-from adclr import cli, scenes
+from adclr import cli
 from adclr import study as studies
+from adclr.data.sets import scenes
 from adclr.study import conduct
 from adclr.study.data import take
 from adclr.study.outline import Cell, Study, read
 from adclr.study.results import Results
 from adclr.study.work import work
-from adclr.weights import architecture, save_backbone
+from adclr.weights.backbone import architecture, save_backbone
 from plain_images import coloured
 from studied import KNN, kept, study
 from tiny import TINY, tiny

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from adclr.config import UserError
+from adclr.config.sections import UserError
 from adclr.study import figure, table
 from adclr.study.outline import read
 from adclr.study.table import Sample

@@ -17,8 +17,8 @@ from typing import IO
 
 import pytest
 
-from adclr import scenes
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets import scenes
 from adclr.study import conduct
 from adclr.study.outline import read
 from adclr.study.results import Results

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from adclr.config import UserError
-from adclr.tensors import kind_of, read_torch
-from adclr.weights import load_weights
+from adclr.config.sections import UserError
+from adclr.weights.backbone import load_weights
+from adclr.weights.tensors import kind_of, read_torch
 from foreign import backbone, dinov2, prefixed, state_of
 from test_cli import refused
 from tiny import Adclr

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from adclr import cli, fonts, pictures
+from adclr import cli
 from adclr.evals.accuracy import draw
-from adclr.pictures import Cell
-from adclr.progress import Line
-from adclr.text import printable
-from adclr.weights import architecture, save_backbone
+from adclr.features import pictures
+from adclr.features.pictures import Cell
+from adclr.system import fonts
+from adclr.system.progress import Line
+from adclr.system.text import printable
+from adclr.weights.backbone import architecture, save_backbone
 from tiny import tiny
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J"  # sets the title of the window and clears the screen

@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import config, jobs, journal, launch, writer
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.settings import Settings
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.system.runs import Run
+from adclr.training import checkpoint_writer, job, journal, launch
 from tiny import THREADS, TINY, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
@@ -146,7 +147,7 @@ def test_a_checkpoint_is_written_every_so_many_minutes(
 ) -> None:
     """However long a step takes; here each takes ten minutes."""
     clock = itertools.count(step=600.0)
-    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     run = pretrain(images / "train", tmp_path / "run", keep_checkpoints=9)
     assert run.steps() == [2, 4, 6, 8]  # and not only at the end
 
@@ -280,7 +281,7 @@ def test_accumulation_changes_nothing_but_rounding(images: Path, tmp_path: Path)
 def test_a_poisoned_batch_is_void_and_training_goes_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = jobs.render
+    clean = job.render
 
     def poisoned(packed: Any, plan: Any, mean: Any, std: Any) -> Any:
         views = clean(packed, plan, mean, std)
@@ -290,7 +291,7 @@ def test_a_poisoned_batch_is_void_and_training_goes_on(
         return views
 
     poisoned.count = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(jobs, "render", poisoned)
+    monkeypatch.setattr(job, "render", poisoned)
     run = pretrain(images / "train", tmp_path / "run", checkpoint_every_steps=1, keep_checkpoints=9)
     rows = list(run.rows("metrics.jsonl"))
     assert [row["voided_steps"] for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -373,14 +374,14 @@ def test_a_student_learns_what_a_teacher_that_stands_still_says(images: Path, tm
 
 def test_settings_build_the_method_they_describe() -> None:
     def names(**changes: Any) -> set[str]:
-        settings = config.build(Settings, TINY, changes)
-        return set(jobs.build(settings).student.state_dict())
+        settings = sections.build(Settings, TINY, changes)
+        return set(job.build(settings).student.state_dict())
 
     assert "backbone.reg_token" in names(num_registers=2)
     assert "backbone.blocks.0.ls1.gamma" in names(layer_scale=0.1)
-    a = jobs.build(config.build(Settings, TINY))
-    b = jobs.build(config.build(Settings, TINY))
-    c = jobs.build(config.build(Settings, TINY, {"seed": 1}))
+    a = job.build(sections.build(Settings, TINY))
+    b = job.build(sections.build(Settings, TINY))
+    c = job.build(sections.build(Settings, TINY, {"seed": 1}))
     assert torch.equal(a.student.backbone.pos_embed, b.student.backbone.pos_embed)
     assert not torch.equal(a.student.backbone.pos_embed, c.student.backbone.pos_embed)
 

@@ -20,13 +20,15 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adclr as package
-from adclr import cli, config, public_sets
-from adclr.config import UserError
-from adclr.decode import Decoder
+from adclr import cli
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder
+from adclr.data.sets import public
+from adclr.data.sets.classes import open_labelled
 from adclr.evals import NAMES, finetune, module, told, transfer
 from adclr.evals.task import Conditions, weights_of
-from adclr.labelled import open_labelled
-from adclr.runs import Run
+from adclr.system.runs import Run
 from plain_images import coloured, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -233,7 +235,7 @@ def test_a_missing_scipy_names_its_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.io", None)
     with pytest.raises(UserError, match=r"pip install 'adclr\[transfer\]'"):
-        public_sets.open_set("cars", str(tmp_path))
+        public.open_set("cars", str(tmp_path))
 
 
 SCRIPT = """
@@ -337,8 +339,8 @@ def test_every_command_of_the_page_is_understood() -> None:
         options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
         assert options.weights
         assert options.data
-        values = config.parse_words([word for word in words if cli.WORD.match(word)])
-        config.build(module(options.name).Settings, values)
+        values = sections.parse_words([word for word in words if cli.WORD.match(word)])
+        sections.build(module(options.name).Settings, values)
     for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE):
         named = set(re.findall(r"`(\w+)`", row))
         assert any(named <= set(module(name).Settings.model_fields) for name in NAMES), row

@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from adclr.config import UserError
-from adclr.weights import load_weights
+from adclr.config.sections import UserError
+from adclr.weights.backbone import load_weights
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 48,

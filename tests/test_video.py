@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from adclr import davis
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data.sets import davis
 from adclr.evals import video
 from adclr.evals.contours import boundary, contour, region, thickened
 from adclr.evals.video import Settings, near, propagate, sides

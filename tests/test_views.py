@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adclr.boxes import TRIES, crop_boxes
-from adclr.draws import Draws, key_of
-from adclr.settings import Settings
-from adclr.views import Crops, block_masks, plan, room_for
+from adclr.config.settings import Settings
+from adclr.data.boxes import TRIES, crop_boxes
+from adclr.data.draws import Draws, key_of
+from adclr.data.views import Crops, block_masks, plan, room_for
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)

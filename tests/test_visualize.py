@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr import launch, looking, pictures, training, visualize
-from adclr.config import UserError, build
-from adclr.pictures import Bar, Cell
-from adclr.visualize import DRAW
+from adclr.config.sections import UserError, build
+from adclr.features import analysis, pictures, visualize
+from adclr.features.pictures import Bar, Cell
+from adclr.features.visualize import DRAW
+from adclr.training import launch, loop
 from tiny import TINY, Adclr
 
 
 @pytest.fixture(scope="module")
 def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
-    training.run(launch.prepare(images / "train", folder, None, TINY | {"train.epochs": 1}))
+    loop.run(launch.prepare(images / "train", folder, None, TINY | {"train.epochs": 1}))
     return folder
 
 
@@ -79,12 +80,12 @@ def test_the_command_draws_and_says_where(adclr: Adclr, run: Path, photos: Path,
 
 def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: Path) -> None:
     row, *_ = draw("attention", run, photos / "cat/a.png", tmp_path, mass=0.5)["images"]  # type: ignore[misc]
-    held = looking.load_weights(run)
-    seen = looking.see("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
+    held = analysis.load_weights(run)
+    seen = analysis.see("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
     assert seen.pixels.shape == (3, 32, 64)
-    maps, _ = looking.gaze(held, seen, looking.read(held, seen))
+    maps, _ = analysis.gaze(held, seen, analysis.read(held, seen))
     assert row["peak"] == pytest.approx(float(maps[0].max()), rel=1e-4)
-    assert row["share_of_patches"] == pytest.approx(looking.heaviest(maps[0, 0], 0.5).mean())
+    assert row["share_of_patches"] == pytest.approx(analysis.heaviest(maps[0, 0], 0.5).mean())
     (first,) = draw("match", run, [photos / "cat/a.png"] * 2, tmp_path)["images"]  # type: ignore[misc]
     assert first["share_of_patches"] == 1
     assert first["cosine_median"] == pytest.approx(1, abs=1e-5)
@@ -96,7 +97,7 @@ def coarse(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of patches of 16 pixels and 8 heads."""
     folder = tmp_path_factory.mktemp("run") / "coarse"
     sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 16, "model.num_heads": 8}
-    training.run(launch.prepare(images / "train", folder, None, TINY | sizes | {"train.epochs": 1}))
+    loop.run(launch.prepare(images / "train", folder, None, TINY | sizes | {"train.epochs": 1}))
     return folder
 
 
@@ -186,7 +187,7 @@ def test_queries_are_drawn_by_name_and_seed_or_given(run: Path, photos: Path, tm
 
 def test_matched_and_mismatched_are_the_classes_of_the_folders() -> None:
     pixels = np.zeros((3, 4, 4), np.uint8)
-    cat, tom, dog, stray = (looking.Seen("x", pixels, label) for label in ("cat", "cat", "dog", None))
+    cat, tom, dog, stray = (analysis.Seen("x", pixels, label) for label in ("cat", "cat", "dog", None))
     assert visualize.relation(cat, cat) == "itself"
     assert visualize.relation(cat, tom) == "matched"
     assert visualize.relation(cat, dog) == "mismatched"
@@ -242,7 +243,7 @@ def test_a_sheet_has_room_for_its_words() -> None:
 def test_warping_by_the_places_themselves_changes_nothing() -> None:
     rng = np.random.default_rng(1)
     image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
-    same = looking.centres((8, 12)).reshape(8, 12, 2)
+    same = analysis.centres((8, 12)).reshape(8, 12, 2)
     assert np.array_equal(np.asarray(pictures.warped(image, image, same)), np.asarray(image))
     right = same + np.array([4 / 48, 0], np.float32)  # what is here lies four pixels to the right there
     moved = np.asarray(pictures.warped(image, image, right))

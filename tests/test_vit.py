@@ -9,10 +9,10 @@ import timm
 import torch
 from torch import Tensor
 
-from adclr.attention import Group
-from adclr.blocks import Attention, QueryKeys, for_tokens, readable
-from adclr.vit import Input, VisionTransformer
-from adclr.weights import create_backbone
+from adclr.model.blocks import Attention, QueryKeys, for_tokens, readable
+from adclr.model.ops.attention import Group
+from adclr.model.vit import Input, VisionTransformer
+from adclr.weights.backbone import create_backbone
 
 UNIDIRECTIONAL: tuple[QueryKeys, ...] = ("image", "patches", "image_and_self")
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from adclr.embedding import embed
     from adclr.evals import evaluate
-    from adclr.exporting import export
-    from adclr.method import ADCLR
-    from adclr.training import pretrain
-    from adclr.vit import VisionTransformer
-    from adclr.weights import create_backbone, load
+    from adclr.features.embedding import embed
+    from adclr.model.method import ADCLR
+    from adclr.model.vit import VisionTransformer
+    from adclr.training.loop import pretrain
+    from adclr.weights.backbone import create_backbone, load
+    from adclr.weights.export import export
 
 __all__ = [
     "ADCLR",
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "ADCLR": "adclr.method",
-    "VisionTransformer": "adclr.vit",
-    "create_backbone": "adclr.weights",
-    "embed": "adclr.embedding",
+    "ADCLR": "adclr.model.method",
+    "VisionTransformer": "adclr.model.vit",
+    "create_backbone": "adclr.weights.backbone",
+    "embed": "adclr.features.embedding",
     "evaluate": "adclr.evals",
-    "export": "adclr.exporting",
-    "load": "adclr.weights",
-    "pretrain": "adclr.training",
+    "export": "adclr.weights.export",
+    "load": "adclr.weights.backbone",
+    "pretrain": "adclr.training.loop",
 }
 
 
@@ -52,9 +52,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'adclr' has no attribute {name!r}")
 
-    from adclr import memory
+    from adclr.system import machine
 
-    with memory.sleeping_threads():
+    with machine.sleeping_threads():
         value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

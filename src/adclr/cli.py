@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from adclr import __version__, memory
-from adclr.text import printable
+from adclr import __version__
+from adclr.system import machine
+from adclr.system.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
 PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # a name the terminal cannot show must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    memory.prepare_threads()  # before a command imports torch
+    machine.prepare_threads()  # before a command imports torch
     try:
         _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -198,7 +199,7 @@ def _main(arguments: list[str]) -> None:
         top.print_help()
         raise SystemExit(0)
     # pydantic takes 60 ms to import, which plain --help need not wait for
-    from adclr.config import UserError
+    from adclr.config.sections import UserError
 
     try:
         commands = {"demo": _demo, "pretrain": _pretrain, "evaluate": _evaluate, "doctor": _doctor, "plan": _plan}
@@ -232,7 +233,7 @@ def _saved(options: argparse.Namespace) -> bool:
 
 
 def _print_settings(model: type, title: str) -> None:
-    from adclr.config import describe
+    from adclr.config.sections import describe
 
     rows = describe(model)
     width = max(len(path) for path, _, _ in rows)
@@ -242,39 +243,40 @@ def _print_settings(model: type, title: str) -> None:
 
 
 def _pretrain(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config
-    from adclr.settings import Settings
+    from adclr.config import sections
+    from adclr.config.settings import Settings
 
     if options.help:
         options.parsers["pretrain"].print_help()
         _print_settings(Settings, "settings, with the defaults that recipes start from:")
         return
     if options.list_recipes:
-        for name in config.recipe_names():
-            first = config.recipe_text(name).splitlines()[0].removeprefix("# ")
+        for name in sections.recipe_names():
+            first = sections.recipe_text(name).splitlines()[0].removeprefix("# ")
             print(f"{name:<20} {first}")
         return
     if not options.out:
         options.parsers["pretrain"].error("no output directory was named; give --out RUN")
-    from adclr import launch
+    from adclr.training import launch
 
-    values = config.parse_words(words) | ({"data.check": options.check} if options.check else {})
+    values = sections.parse_words(words) | ({"data.check": options.check} if options.check else {})
     resume = bool(options.resume or options.replay)
     launched = launch.prepare(options.data, options.out, options.recipe, values, resume)
     if options.replay is not None:
-        from adclr import replay
+        from adclr.training import replay
 
         replay.run(launched, options.replay)
         return
     for reason in launched.reasons:
         print(printable(reason), flush=True)
-    from adclr import training
+    from adclr.training import loop
 
-    training.run(launched)
+    loop.run(launched)
 
 
 def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, evals
+    from adclr import evals
+    from adclr.config import sections
 
     if options.help:
         options.parsers["evaluate"].print_help()
@@ -283,20 +285,23 @@ def _evaluate(options: argparse.Namespace, words: list[str]) -> None:
         return
     if not options.name:
         options.parsers["evaluate"].error(f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
-    values = config.parse_words(words)
+    values = sections.parse_words(words)
     chosen = evals.module(options.name)
     if options.data:
         if len(options.data) > 1 and options.name != "transfer":
-            raise config.UserError(f"{options.name} takes one --data, not {len(options.data)}; transfer takes several")
+            raise sections.UserError(
+                f"{options.name} takes one --data, not {len(options.data)}; transfer takes several"
+            )
         values["data"] = options.data if options.name == "transfer" else options.data[0]
     values |= {key: value for key in ("weights", "from_scratch", "partial") if (value := getattr(options, key))}
-    settings = config.build(chosen.Settings, evals.recipe_of(options.name, options.recipe), values)
+    settings = sections.build(chosen.Settings, evals.recipe_of(options.name, options.recipe), values)
     out = Path(options.out) if options.out else evals.file_of(options.name, settings)
     evals.score(options.name, settings, out, say=True, overwrite=options.overwrite)
 
 
 def _embed(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, embedding
+    from adclr.config import sections
+    from adclr.features import embedding
 
     if options.help:
         options.parsers["embed"].print_help()
@@ -306,13 +311,14 @@ def _embed(options: argparse.Namespace, words: list[str]) -> None:
         if not getattr(options, name):
             options.parsers["embed"].error(f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
     values = {"check": options.check} if options.check else {}
-    settings = config.build(embedding.Settings, config.parse_words(words), values)
+    settings = sections.build(embedding.Settings, sections.parse_words(words), values)
     out = Path(options.out)
     embedding.run(options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, doctor
+    from adclr.config import sections
+    from adclr.data import doctor
 
     if options.help:
         options.parsers["doctor"].print_help()
@@ -320,24 +326,24 @@ def _doctor(options: argparse.Namespace, words: list[str]) -> None:
         return
     if not options.data:
         options.parsers["doctor"].error("no images were named; give the folder that holds them")
-    settings = config.build(doctor.Settings, config.parse_words(words))
+    settings = sections.build(doctor.Settings, sections.parse_words(words))
     doctor.run(options.data, Path(options.out), settings, options.overwrite)
 
 
 def _plan(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config
+    from adclr.config import sections
 
     if options.help:
-        from adclr.settings import Settings
+        from adclr.config.settings import Settings
 
         options.parsers["plan"].print_help()
         _print_settings(Settings, "settings, as of adclr pretrain:")
         return
-    from adclr import gpus, planning
+    from adclr.training import plan_gpus, planning
 
-    gpu = gpus.find(options.gpu, options.gpu_memory, options.gpu_tflops)
+    gpu = plan_gpus.find(options.gpu, options.gpu_memory, options.gpu_tflops)
     out, file = (Path(name) if name else None for name in (options.out, options.json))
-    values = config.parse_words(words)
+    values = sections.parse_words(words)
     words_of = (options.data, options.images, options.recipe, values)
     planning.run(*words_of, gpu, options.gpus, out, file, options.overwrite)
 
@@ -345,13 +351,14 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
 def _export(options: argparse.Namespace, words: list[str]) -> None:
     if words:
         options.parsers["export"].error(f"an export takes no settings, but was given {words[0]}")
-    from adclr.exporting import export
+    from adclr.weights.export import export
 
     export(options.weights, options.to, options.out, options.partial, options.input_size, options.overwrite)
 
 
 def _visualize(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, visualize
+    from adclr.config import sections
+    from adclr.features import visualize
 
     if options.help:
         options.parsers["visualize"].print_help()
@@ -362,7 +369,7 @@ def _visualize(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["visualize"].error(f"no picture was named; there are: {', '.join(visualize.DRAW)}")
     if not options.images:
         options.parsers["visualize"].error("weights and images are both needed; write W and then the images")
-    settings = config.build(visualize.DRAW[options.name][0], config.parse_words(words))
+    settings = sections.build(visualize.DRAW[options.name][0], sections.parse_words(words))
     visualize.run(options.name, options.weights, options.images, Path(options.out), settings, options.overwrite)
 
 
@@ -376,15 +383,17 @@ def _report(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def _study(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, study
+    from adclr import study
+    from adclr.config import sections
 
-    results, data = Path(options.results) if options.results else None, config.parse_words(words)
+    results, data = Path(options.results) if options.results else None, sections.parse_words(words)
     out = Path(options.out)
     study.run(Path(options.file), out, results, data, options.minutes, options.at_once, options.overwrite)
 
 
 def _explore(options: argparse.Namespace, words: list[str]) -> None:
-    from adclr import config, explorer
+    from adclr.config import sections
+    from adclr.features import explorer
 
     if options.help:
         options.parsers["explore"].print_help()
@@ -394,7 +403,7 @@ def _explore(options: argparse.Namespace, words: list[str]) -> None:
         options.parsers["explore"].error("weights and images are both needed; write W and then the images")
     if not 0 <= options.port < 65536:
         options.parsers["explore"].error(f"{options.port} is no port; write a number from 0 to 65535")
-    settings = config.build(explorer.Settings, config.parse_words(words))
+    settings = sections.build(explorer.Settings, sections.parse_words(words))
     weights = [options.weights, options.against] if options.against else [options.weights]
     explorer.run(weights, options.images, options.host, options.port, settings)
 

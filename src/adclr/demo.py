@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from adclr import launch, looking, outputs, pictures, scenes, training, visualize
-from adclr.config import UserError
-from adclr.looking import Box
-from adclr.pictures import Cell
-from adclr.runs import check_writable
-from adclr.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
-from adclr.weights import Weights, load_weights
+from adclr.config.sections import UserError
+from adclr.data.sets import scenes
+from adclr.data.sets.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
+from adclr.features import analysis, pictures, visualize
+from adclr.features.analysis import Box
+from adclr.features.pictures import Cell
+from adclr.system import outputs
+from adclr.system.runs import check_writable
+from adclr.training import launch, loop
+from adclr.weights.backbone import Weights, load_weights
 
 SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety of kinds
 
@@ -52,7 +55,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
         (half / note.name).write_text(f"{seed}\n")
         os.rename(half, images)
     overrides = {"train.seed": seed, "probe.data": str(images)}
-    training.run(launch.prepare(images / "train", folder, "demo", overrides))
+    loop.run(launch.prepare(images / "train", folder, "demo", overrides))
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
@@ -67,9 +70,9 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
 def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
     """A row for each scene: its queries, where `[CLS]` and they look, what is like them, and components of patches."""
     patch = weights.vit.patch_size
-    seen = [looking.see(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
-    patches = [looking.features(weights, one) for one in seen]
-    basis = looking.basis(torch.cat(patches))
+    seen = [analysis.see(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
+    patches = [analysis.features(weights, one) for one in seen]
+    basis = analysis.basis(torch.cat(patches))
     rows = []
     for scene, one, part in zip(shown, seen, patches, strict=True):
         cells = visualize.ask(weights, one, query_boxes(scene)).cells(visualize.CELL)

@@ -15,8 +15,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import adclr
-from adclr import health, scenes
-from adclr.runs import Run
+from adclr.data.sets import scenes
+from adclr.report import health
+from adclr.system.runs import Run
 
 EVERY = 20  # steps between looks
 # as small as learns something of the scenes in 200 steps

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lives
 
-from adclr import scenes
-from adclr.runs import Run
+from adclr.data.sets import scenes
+from adclr.system.runs import Run
 
 # A checkpoint after every second step, so that many a kill falls into a save.
 CHANGES = {"epochs": 25, "checkpoint_every_steps": 2, "log_every_steps": 3, "micro_batch_size": 4, "masked_weight": 1.0}

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from adclr import checkpoint, jobs, manifest, optim
-from adclr.method import ADCLR
-from adclr.runs import Run
+from adclr.model.method import ADCLR
+from adclr.system.runs import Run
+from adclr.training import checkpoint, job, schedules
+from adclr.weights import manifest
 from tiny import THREADS, TINY, tiny, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
@@ -99,11 +100,11 @@ def digest(run: Path) -> str:
 def made() -> tuple[ADCLR, torch.optim.AdamW]:
     """A method and its optimizer after one step, so that all state is there."""
     settings = tiny(depth=1)
-    method = jobs.build(settings)
-    optimizer = optim.make_optimizer(method.student, settings)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     for parameter in method.student.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optim.update(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
+    schedules.update(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
     return method, optimizer
 
 

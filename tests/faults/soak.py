@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lives
 
-from adclr import scenes
-from adclr.runs import Run
+from adclr.data.sets import scenes
+from adclr.system.runs import Run
 
 CHANGES: dict[str, Any] = {
     "checkpoint_every_steps": 10,

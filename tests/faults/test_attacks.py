@@ -24,10 +24,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr import checkpoint, config, jobs, launch, manifest, optim, report
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.settings import Settings
+from adclr import report
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.system.runs import Run
+from adclr.training import checkpoint, job, launch, schedules
+from adclr.weights import manifest
 from tiny import TINY, tiny
 
 CANARY = "touched"
@@ -257,8 +260,8 @@ def test_moments_that_do_not_fit_are_refused(made: Path, tmp_path: Path, wrong: 
         moments[name.replace("exp_avg", "momentum_buffer")] = moments[name].clone()
     save_file(moments, file)
     vouch(file.parent)
-    method = jobs.build(settings)
-    optimizer = optim.make_optimizer(method.student, settings)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     with pytest.raises(UserError, match=r"optimizer\.safetensors is of another architecture: it (has|lacks) "):
         checkpoint.load(run, method, optimizer)
     assert not optimizer.state
@@ -270,7 +273,9 @@ def test_recipes_and_words_are_data(images: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError):
             launch.prepare(images / "train", tmp_path / "run", tmp_path / "r.yaml")
         with pytest.raises(UserError):
-            config.build(Settings, config.parse_words([f"train.epochs={make(tmp_path / CANARY).decode('latin-1')}"]))
+            sections.build(
+                Settings, sections.parse_words([f"train.epochs={make(tmp_path / CANARY).decode('latin-1')}"])
+            )
     assert not (tmp_path / CANARY).exists()
 
 
@@ -361,12 +366,12 @@ def test_mutated_weights_are_read_or_refused(made: Path, tmp_path: Path, count: 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_mutated_recipes_are_read_or_refused(tmp_path: Path, count: int) -> None:
-    texts = [config.recipe_text(name).encode() for name in config.recipe_names()]
+    texts = [sections.recipe_text(name).encode() for name in sections.recipe_names()]
     rng, refused = random.Random(0), 0
     with no_growth():
         for _ in range(count):
             (tmp_path / "r.yaml").write_bytes(mutated(rng.choice(texts), rng))
-            message = refusal(lambda: config.build(Settings, config.recipe(str(tmp_path / "r.yaml"))))
+            message = refusal(lambda: sections.build(Settings, sections.recipe(str(tmp_path / "r.yaml"))))
             refused += bool(message)
             assert "\n" not in message
     assert refused > 0.2 * count

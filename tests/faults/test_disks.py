@@ -17,10 +17,10 @@ import soak
 import torch
 
 import adclr as package
-from adclr import checkpoint
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.writer import Writer
+from adclr.config.sections import UserError
+from adclr.system.runs import Run
+from adclr.training import checkpoint
+from adclr.training.checkpoint_writer import Writer
 from tiny import TINY, tiny
 
 # In the process: the disk is full from a step until another one. Saves are at 2, 4, 6, ...
@@ -262,6 +262,6 @@ def test_a_logger_that_fails_does_not_end_the_run(
         def close(self) -> None:
             raise AssertionError("it was given up")
 
-    monkeypatch.setattr("adclr.loggers.open_loggers", lambda *_: [Broken()])
+    monkeypatch.setattr("adclr.training.loggers.open_loggers", lambda *_: [Broken()])
     assert package.pretrain(images / "train", out=tmp_path / "run", **TINY).finished
     assert capsys.readouterr().err.count("Broken gets no more curves, for it failed (no such server)") == 1

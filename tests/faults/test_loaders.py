@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import adclr as package
-from adclr import auto, workers
-from adclr import feed as feeds
-from adclr.config import UserError
-from adclr.decode import Decoder
-from adclr.feed import Feed
-from adclr.sources import ImageFolder
-from adclr.views import plan
-from adclr.workers import Stuck, Workers, result
+from adclr.config import auto
+from adclr.config.sections import UserError
+from adclr.data import feed as feeds
+from adclr.data.decode import Decoder
+from adclr.data.feed import Feed
+from adclr.data.sources import ImageFolder
+from adclr.data.views import plan
+from adclr.system import workers
+from adclr.system.workers import Stuck, Workers, result
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}

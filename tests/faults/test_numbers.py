@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 import adclr as package
-from adclr import checkpoint, fit, jobs, launch, optim, replay
-from adclr.config import UserError
-from adclr.draws import key_of
-from adclr.losses import Center
-from adclr.meter import NAMES, Meter
-from adclr.method import ADCLR
-from adclr.runs import Run
-from adclr.step import Step
+from adclr.config.sections import UserError
+from adclr.data.draws import key_of
+from adclr.model.losses import Center
+from adclr.model.method import ADCLR
+from adclr.system.runs import Run
+from adclr.training import checkpoint, job, launch, micro_batch, replay, schedules
+from adclr.training.meter import NAMES, Meter
+from adclr.training.step import Step
 from tiny import TINY, Adclr, tiny
 
-VALUES = optim.Values(0.01, 0.1, 0.9, 0.05, False)
+VALUES = schedules.Values(0.01, 0.1, 0.9, 0.05, False)
 
 
 def in_the_loss(method: ADCLR, patch: pytest.MonkeyPatch, bad: float) -> None:
@@ -74,11 +74,11 @@ def test_a_void_step_leaves_all_as_it_was(
 ) -> None:
     """To the bit: weights, teacher, centers, moments and step counts; and the step after is as if it had not been."""
     settings = tiny(masked_weight=1.0, drop_path=0.0)
-    method = jobs.build(settings)
-    optimizer = optim.make_optimizer(method.student, settings)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, torch.device("cpu"), None, accumulate)
     torch.manual_seed(0)
-    views = [fit.random_views(settings, 3, torch.device("cpu")) for _ in range(3 * accumulate)]
+    views = [micro_batch.random_views(settings, 3, torch.device("cpu")) for _ in range(3 * accumulate)]
     first, second, third = (views[i * accumulate : (i + 1) * accumulate] for i in range(3))
     assert step(iter(first), VALUES)[1]
     before = everything(method, optimizer)
@@ -101,8 +101,8 @@ def test_a_void_step_leaves_all_as_it_was(
     if hasattr(method, "_undo"):
         method._undo()
     monkeypatch.undo()
-    other = jobs.build(settings)
-    other_optimizer = optim.make_optimizer(other.student, settings)
+    other = job.build(settings)
+    other_optimizer = schedules.make_optimizer(other.student, settings)
     never = Step(settings, other, other_optimizer, torch.device("cpu"), None, accumulate)
     for some in (first, third):
         never(iter(some), VALUES)
@@ -144,7 +144,7 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
     shutil.copytree(images / "train", data)
     name = sorted(data.rglob("*.png"))[7].relative_to(data)
     plans: dict[int, Any] = {}
-    real_plan, real_render = jobs.plan, jobs.render
+    real_plan, real_render = job.plan, job.render
 
     def plan(settings: Any, epoch: int, keys: Any, sizes: Any) -> Any:
         made = real_plan(settings, epoch, keys, sizes)
@@ -157,8 +157,8 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
         views.local_crops[0, torch.from_numpy(keys == key_of(str(name)))] *= 1e30
         return views
 
-    patch.setattr(jobs, "render", render)
-    patch.setattr(jobs, "plan", plan)
+    patch.setattr(job, "render", render)
+    patch.setattr(job, "plan", plan)
     return data, name
 
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr import fit, jobs, optim
-from adclr.runs import Run, read_json
-from adclr.step import Step
+from adclr.system.runs import Run, read_json
+from adclr.training import job, micro_batch, schedules
+from adclr.training.step import Step
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {"model__drop_path": 0.0, "train__batch_size": 12, "epochs": 3, "masked_weight": 1.0}
@@ -118,10 +118,10 @@ def torchrun(program: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("shard", [False, True])
 def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> None:
     settings, cpu = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4), torch.device("cpu")
-    method = jobs.build(settings)
-    step = Step(settings, method, optim.make_optimizer(method.student, settings), cpu, None, accumulate=2)
+    method = job.build(settings)
+    step = Step(settings, method, schedules.make_optimizer(method.student, settings), cpu, None, accumulate=2)
     torch.manual_seed(0)
-    step._learn([fit.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
+    step._learn([micro_batch.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
     program, out = tmp_path / "program.py", tmp_path / "gradients.safetensors"
     program.write_text(GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
     done = torchrun(program)

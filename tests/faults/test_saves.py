@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from safetensors.torch import save as standard
 
 import adclr as package
-from adclr import checkpoint, manifest, snapshot
-from adclr.config import UserError
-from adclr.runs import Run
-from adclr.writer import Writer
+from adclr.config.sections import UserError
+from adclr.system.runs import Run
+from adclr.training import checkpoint
+from adclr.training.checkpoint_writer import Writer
+from adclr.weights import manifest, snapshot
 from tiny import TINY, tiny
 
 CALLS = ("write", "fsync", "rename", "replace", "mkdir", "symlink", "unlink", "rmdir")

@@ -12,8 +12,8 @@ import lives
 import pytest
 
 import adclr as package
-from adclr.runs import Run
-from adclr.signals import SAVED, SIGNALS
+from adclr.system.runs import Run
+from adclr.training.signals import SAVED, SIGNALS
 from tiny import TINY
 
 LONG = {"epochs": 5000}  # and no checkpoint before step 500

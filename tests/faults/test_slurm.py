@@ -13,7 +13,7 @@ from typing import Any
 import lives
 import pytest
 
-from adclr.runs import Run
+from adclr.system.runs import Run
 from tiny import TINY, words
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "pretrain.slurm"

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from adclr import scenes
-from adclr.augment import Views, pack, render
-from adclr.config import build
-from adclr.draws import key_of
-from adclr.settings import Settings
-from adclr.views import plan
+from adclr.config.sections import build
+from adclr.config.settings import Settings
+from adclr.data.augment import Views, pack, render
+from adclr.data.draws import key_of
+from adclr.data.sets import scenes
+from adclr.data.views import plan
 from tiny import TINY
 
 CUDA = torch.device("cuda")

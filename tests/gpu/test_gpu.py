@@ -18,15 +18,17 @@ from on_gpu import CUDA, autocast, default_views, for_kernels, write_scenes
 from PIL import Image
 
 import adclr as package
-from adclr import fit, fused, jobs, scenes
-from adclr.augment import render
-from adclr.blocks import QueryKeys
-from adclr.config import build
-from adclr.feed import Batch
-from adclr.memory import GIB
-from adclr.settings import Settings
-from adclr.views import plan
-from adclr.weights import create_backbone
+from adclr.config.sections import build
+from adclr.config.settings import Settings
+from adclr.data.augment import render
+from adclr.data.feed import Batch
+from adclr.data.sets import scenes
+from adclr.data.views import plan
+from adclr.model.blocks import QueryKeys
+from adclr.model.ops import head_loss
+from adclr.system.machine import GIB
+from adclr.training import job, micro_batch
+from adclr.weights.backbone import create_backbone
 from tiny import TINY, tiny, words
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +86,7 @@ def test_views_are_those_of_the_cpu() -> None:
 
 def test_bfloat16_losses_are_near_float32s() -> None:
     settings, views = default_views(8, CUDA, masked_weight=1.0, num_prototypes=8192, drop_path=0.0)
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     exact = method(views, 0.04)
     with autocast():
         near = method(views, 0.04)
@@ -95,10 +97,10 @@ def test_bfloat16_losses_are_near_float32s() -> None:
 def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """At full size in float32; and with the network in bfloat16, whose own rounding is then the larger."""
     settings, views = default_views(8, CUDA, masked_weight=1.0, **{"model.drop_path": 0.0})
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     found = {}
     for name, chunks, low in (("plain", False, False), ("chunks", True, False), ("bfloat16", True, True)):
-        monkeypatch.setattr(fused, "possible", lambda images, chunks=chunks: chunks)
+        monkeypatch.setattr(head_loss, "possible", lambda images, chunks=chunks: chunks)
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=low):
             losses = method(views, 0.04)
         losses.total.backward()
@@ -141,15 +143,15 @@ def test_a_run_on_the_gpu_ends_resumes_and_loads(tmp_path: Path) -> None:
 
 def test_the_micro_batch_is_fitted_to_memory() -> None:
     settings = build(Settings, {})
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
-    fixed, each = fit.measure(method, settings, CUDA, torch.bfloat16)
+    fixed, each = micro_batch.measure(method, settings, CUDA, torch.bfloat16)
     assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
     assert all(p.grad is None for p in method.parameters())
     for count in (16, 32):
         torch.cuda.reset_peak_memory_stats()
         with autocast():
-            losses = method(fit.random_views(settings, count, CUDA), 0.04)
+            losses = method(micro_batch.random_views(settings, count, CUDA), 0.04)
         losses.total.backward()
         peak = torch.cuda.max_memory_allocated()
         method.zero_grad(set_to_none=True)
@@ -157,7 +159,7 @@ def test_the_micro_batch_is_fitted_to_memory() -> None:
         predicted = fixed + count * each
         print(f"micro-batch {count}: {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}")
         assert 0.8 < predicted / peak < 1.4
-    assert fit.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
+    assert micro_batch.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
 
 
 def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_path: Path) -> None:
@@ -225,9 +227,9 @@ def test_a_machine_without_a_c_compiler_trains_all_the_same(tmp_path: Path) -> N
 
 
 def test_batches_are_pinned(tmp_path: Path) -> None:
-    from adclr.decode import Decoder
-    from adclr.feed import Feed
-    from adclr.sources import ImageFolder
+    from adclr.data.decode import Decoder
+    from adclr.data.feed import Feed
+    from adclr.data.sources import ImageFolder
 
     source = ImageFolder(write_scenes(tmp_path / "scenes") / "train")
     settings = tiny()
@@ -276,11 +278,11 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     """Memory of host and GPU, threads and file handles over 3000 batches from files, decoded and augmented there."""
     import threading
 
-    from adclr.ahead import Ahead
-    from adclr.decode import Decoder
-    from adclr.feed import Feed
-    from adclr.nvjpeg import GpuDecoder
-    from adclr.sources import ImageFolder
+    from adclr.data.decode import Decoder
+    from adclr.data.feed import Feed
+    from adclr.data.nvjpeg import GpuDecoder
+    from adclr.data.prefetch import Ahead
+    from adclr.data.sources import ImageFolder
 
     scenes.write(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)
     for path in sorted((tmp_path / "scenes" / "train").rglob("*.png")):

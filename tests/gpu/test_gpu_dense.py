@@ -9,13 +9,13 @@ import pytest
 import torch
 from on_gpu import CUDA
 
-from adclr import davis
-from adclr.augment import pack
-from adclr.coco import open_instances
+from adclr.data.augment import pack
+from adclr.data.sets import davis
+from adclr.data.sets.coco import open_instances
+from adclr.data.sets.pixels import open_segmented
 from adclr.evals import detection, incontext, segmentation, video
 from adclr.evals.incontext import Memory, ask
 from adclr.evals.scaled_crops import crop
-from adclr.segmented import open_segmented
 from dense_scenes import backbone, instances, segmented, striped
 from test_scaled_crops import SIZES, cut_of
 from test_video import drawn

@@ -14,12 +14,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr import augment, images
-from adclr.augment import frame_kernels
-from adclr.decode import Decoder
-from adclr.images import Images, centre, whole
-from adclr.sources import ImageFolder
-from adclr.weights import architecture, save_backbone
+from adclr.data import augment
+from adclr.data.augment import frame_kernels
+from adclr.data.decode import Decoder
+from adclr.data.sources import ImageFolder
+from adclr.features import reader
+from adclr.features.reader import Images, centre, whole
+from adclr.weights.backbone import architecture, save_backbone
 from test_images import picture
 from tiny import TINY, tiny
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("framing", [centre((224, 224)), whole(448, 14, 2048), whole(None, 16, 2048)])
-def test_photographs_of_real_sizes_are_pillows(framing: images.Framing) -> None:
+def test_photographs_of_real_sizes_are_pillows(framing: reader.Framing) -> None:
     made = [
         picture(*size, seed) for seed, size in enumerate([(500, 375), (333, 500), (1200, 1600), (64, 80), (40, 3000)])
     ]
@@ -38,7 +39,7 @@ def test_photographs_of_real_sizes_are_pillows(framing: images.Framing) -> None:
     frame_kernels.resize(augment.pack(made).to(CUDA), np.array(frames), places, out)
     for image, frame, place, size in zip(made, frames, places, sizes, strict=True):
         found = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
-        difference = np.abs(found - images.resize(image, frame))
+        difference = np.abs(found - reader.resize(image, frame))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 5e-3
 
@@ -70,7 +71,7 @@ def test_images_come_as_on_the_cpu(photos: Path) -> None:
     assert len(seen) == 39
     for index, pixels in seen.items():
         image = Decoder()(source.read(index))
-        difference = np.abs(pixels.astype(int) - images.resize(image, framing(*image.shape[1:])))
+        difference = np.abs(pixels.astype(int) - reader.resize(image, framing(*image.shape[1:])))
         if source.paths[index].endswith(".png"):
             assert difference.max() == 0
         assert difference.mean() < 1

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from adclr.explorer.library import Library
-from adclr.weights import Weights, create_backbone
+from adclr.features.explorer.library import Library
+from adclr.weights.backbone import Weights, create_backbone
 
 pytestmark = pytest.mark.gpu
 BOX = (0.2, 0.25, 0.55, 0.6)

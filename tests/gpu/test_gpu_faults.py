@@ -15,13 +15,14 @@ from on_gpu import CUDA, default_views, write_scenes
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr import checkpoint, health, jobs, launch, optim, replay
-from adclr.config import build
-from adclr.meter import Meter
-from adclr.runs import Run
-from adclr.settings import Settings
-from adclr.step import Step
-from adclr.writer import Writer
+from adclr.config.sections import build
+from adclr.config.settings import Settings
+from adclr.report import health
+from adclr.system.runs import Run
+from adclr.training import checkpoint, job, launch, replay, schedules
+from adclr.training.checkpoint_writer import Writer
+from adclr.training.meter import Meter
+from adclr.training.step import Step
 from tiny import TINY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
@@ -29,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 import lives
 
 pytestmark = pytest.mark.gpu
-VALUES = optim.Values(1e-3, 0.04, 0.996, 0.05, False)
+VALUES = schedules.Values(1e-3, 0.04, 0.996, 0.05, False)
 
 
 def made(**changes: Any) -> tuple[Settings, Any, torch.optim.AdamW]:
     settings = build(Settings, {"num_prototypes": 4096} | changes)
-    method = jobs.build(settings).to(CUDA)
-    return settings, method, optim.make_optimizer(method.student, settings)
+    method = job.build(settings).to(CUDA)
+    return settings, method, schedules.make_optimizer(method.student, settings)
 
 
 def copies(method: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -138,7 +139,7 @@ def test_looking_costs_little_and_agrees_with_a_cpu() -> None:
     milliseconds = (time.perf_counter() - started) / 5 * 1000
     print(f"a look takes {milliseconds:.1f} ms")
     assert milliseconds < 200
-    there = health.measure(jobs.build(settings), views.map(torch.Tensor.cpu), 0.04, None)
+    there = health.measure(job.build(settings), views.map(torch.Tensor.cpu), 0.04, None)
     for name in ("target_entropy", "deviation_cls", "rank_cls", "rank_patches", "deviation_queries"):
         assert found[name] == pytest.approx(there[name], rel=0.1), name
 

@@ -12,7 +12,7 @@ import test_kernels
 import test_mlp
 import test_norm
 import test_nvjpeg
-from adclr import devices, gpu_code
+from adclr.system import devices, triton_available
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def gathered(module: ModuleType) -> type:
 def test_they_are_possible_here() -> None:
     """Where one cannot be launched all others are left out, and everything works, slowly."""
     devices.choose("cuda")
-    assert gpu_code.possible
+    assert triton_available.possible
 
 
 TestAttention = gathered(test_attention)

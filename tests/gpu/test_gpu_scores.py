@@ -10,14 +10,14 @@ import pytest
 import torch
 from on_gpu import CUDA, images_of
 
-from adclr.augment import crop, pack
-from adclr.boxes import crop_boxes
-from adclr.draws import Draws
+from adclr.data.augment import crop, pack
+from adclr.data.boxes import crop_boxes
+from adclr.data.draws import Draws
+from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune, linear
 from adclr.evals.mixing import Eraser
 from adclr.evals.randaugment import randaugment
-from adclr.labelled import open_labelled
-from adclr.vit import VisionTransformer
+from adclr.model.vit import VisionTransformer
 from plain_images import coloured, weights
 
 pytestmark = pytest.mark.gpu

@@ -15,11 +15,11 @@ import torch
 from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 import adclr as package
-from adclr import jobs
-from adclr.augment import Views, pack, render
-from adclr.config import build
-from adclr.settings import Settings
-from adclr.views import plan
+from adclr.config.sections import build
+from adclr.config.settings import Settings
+from adclr.data.augment import Views, pack, render
+from adclr.data.views import plan
+from adclr.training import job
 
 pytestmark = pytest.mark.gpu
 
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_step_never_waits_for_the_gpu(recorded: bool, masked_weight: float) -> None:
     """Views, forward, backward, update, teacher and centers, with the debug mode in which waiting is an error."""
-    from adclr import optim
-    from adclr.step import Step
+    from adclr.training import schedules
+    from adclr.training.step import Step
 
     settings = build(Settings, {"masked_weight": masked_weight, "num_prototypes": 4096})
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     packed = pack(images_of(8), pin=True)
     made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
-    values = optim.Schedules(settings, 100).at(1000)
-    optimizer = optim.make_optimizer(method.student, settings)
+    values = schedules.Schedules(settings, 100).at(1000)
+    optimizer = schedules.make_optimizer(method.student, settings)
     take = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
 
     def step() -> None:
@@ -72,20 +72,20 @@ def steps_of(
     query_temperature: float | None = None,
 ) -> tuple[Any, list[Any]]:
     """So many steps on the same views from one seed, with values that change as they do in training."""
-    from adclr import optim, speed
-    from adclr.step import Step
+    from adclr.training import schedules, speed
+    from adclr.training.step import Step
 
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     if compiled:
         found = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
         assert found is not None
         assert found.failure is None
-    optimizer = optim.make_optimizer(method.student, settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
     losses = []
     for number in range(count):
         torch.manual_seed(1000 + number)
-        values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+        values = schedules.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
         values = replace(values, query_temperature=query_temperature)
         found_losses, ok = step([views], values)
         losses.append(found_losses.tolist())
@@ -101,7 +101,7 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
     gradient, make 1e-4 of it.
     """
-    from adclr.speed import repeatable
+    from adclr.training.speed import repeatable
 
     settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
     with repeatable(True):
@@ -115,18 +115,18 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
 @pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}])
 def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     """Student, teacher, centers and moments after a step are those of before when recording is done."""
-    from adclr import optim
-    from adclr.step import Step
+    from adclr.training import schedules
+    from adclr.training.step import Step
 
     settings, views = default_views(8, CUDA, **(SMALL | changes))
-    method = jobs.build(settings).to(CUDA)
-    optimizer = optim.make_optimizer(method.student, settings)
-    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    method = job.build(settings).to(CUDA)
+    optimizer = schedules.make_optimizer(method.student, settings)
+    values = schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
     Step(settings, method, optimizer, CUDA, torch.bfloat16)([views], values)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
     step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
-    nothing = optim.Values(0.0, 0.0, 1.0, float("nan"), freeze_last_layer=False)
+    nothing = schedules.Values(0.0, 0.0, 1.0, float("nan"), freeze_last_layer=False)
     _, ok = step([views], nothing)  # recorded, and run once with numbers that void it
     assert step.recorded
     assert not ok
@@ -137,15 +137,15 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
 
 
 def test_a_batch_that_hides_more_than_there_is_room_for_is_recorded_anew() -> None:
-    from adclr import optim
-    from adclr.step import Step
+    from adclr.training import schedules
+    from adclr.training.step import Step
 
     settings, views = default_views(8, CUDA, **SMALL, masked_weight=1.0)
     assert views.masks is not None
     more = replace(views.masks, index=views.masks.index[:-3], weight=views.masks.weight[:-3])  # another number
-    method = jobs.build(settings).to(CUDA)
-    step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
-    values = optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
+    method = job.build(settings).to(CUDA)
+    step = Step(settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+    values = schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
     for made in (views, replace(views, masks=more), views):
         losses, ok = step([made], values)
         assert ok.item()
@@ -157,10 +157,10 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The host waits in the midst of the recording, which CUDA forbids; to the bit as if none had been tried."""
-    from adclr import optim
-    from adclr.method import ADCLR
-    from adclr.speed import repeatable
-    from adclr.step import Step
+    from adclr.model.method import ADCLR
+    from adclr.training import schedules
+    from adclr.training.speed import repeatable
+    from adclr.training.step import Step
 
     settings, views = default_views(8, CUDA, **SMALL)
     update, waited = ADCLR.update, []
@@ -174,12 +174,16 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
     with repeatable(True):
         _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
         monkeypatch.setattr(ADCLR, "update", waiting)
-        method = jobs.build(settings).to(CUDA)
-        step = Step(settings, method, optim.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+        method = job.build(settings).to(CUDA)
+        step = Step(
+            settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True
+        )
         current, losses = torch.cuda.current_stream(), []
         for number in range(6):
             torch.manual_seed(1000 + number)
-            values = optim.Values(1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2)
+            values = schedules.Values(
+                1e-3, 0.04 + 0.01 * number, 0.99, 0.04 + 0.005 * number, freeze_last_layer=number < 2
+            )
             found, ok = step([views], values)
             losses.append(found.tolist())
             assert ok.item()
@@ -205,9 +209,9 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
 
 def test_after_a_failed_recording_another_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a later run in the same process; an error of Python's, which leaves the recording whole, is put back too."""
-    from adclr import optim
-    from adclr.method import ADCLR
-    from adclr.step import Step
+    from adclr.model.method import ADCLR
+    from adclr.training import schedules
+    from adclr.training.step import Step
 
     settings, views = default_views(8, CUDA, **SMALL)
     update = ADCLR.update
@@ -224,10 +228,10 @@ def test_after_a_failed_recording_another_succeeds(monkeypatch: pytest.MonkeyPat
 
         with monkeypatch.context() as patch:
             patch.setattr(ADCLR, "update", failing)
-            method = jobs.build(settings).to(CUDA)
-            optimizer = optim.make_optimizer(method.student, settings)
+            method = job.build(settings).to(CUDA)
+            optimizer = schedules.make_optimizer(method.student, settings)
             step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
-            _, ok = step([views], optim.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False))
+            _, ok = step([views], schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False))
             assert ok.item()
             assert not step.record
         _, losses = steps_of(settings, views, 3, compiled=False, recorded=True)
@@ -271,7 +275,7 @@ QUERIES = {
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_recorded_step_is_the_step_whatever_queries_are(name: str) -> None:
-    from adclr.speed import repeatable
+    from adclr.training.speed import repeatable
 
     settings, views = default_views(8, CUDA, **(SMALL | QUERIES[name]))
     with repeatable(True):
@@ -289,7 +293,7 @@ def test_the_fast_way_has_the_gradients_of_float64(name: str) -> None:
     """bfloat16, kernels and chunks against the plain code in float64: a ViT-S with all losses of the method."""
     changes = QUERIES.get(name, {"masked_weight": 1.0})
     settings, views = default_views(8, CUDA, **({"num_prototypes": 8192, "drop_path": 0.0} | changes))
-    method = jobs.build(settings).to(CUDA)
+    method = job.build(settings).to(CUDA)
     exact = copy.deepcopy(method).double()
     results = []
     for model in (method, exact):

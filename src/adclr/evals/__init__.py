@@ -15,13 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adclr import config, outputs
-from adclr.config import UserError
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.data.sources import is_searched
 from adclr.evals import wording
-from adclr.parts import readable
-from adclr.runs import check_writable, provenance, read_json, write_json
-from adclr.sources import is_searched
-from adclr.text import printable_lines
+from adclr.features.parts import readable
+from adclr.system import outputs
+from adclr.system.runs import check_writable, provenance, read_json, write_json
+from adclr.system.text import printable_lines
 
 PICTURE, FOLDER = ".png", ""  # what is put behind PLACE for the name of a picture, and of a folder
 # what each evaluation writes beside its JSON file
@@ -54,11 +55,11 @@ def recipe_of(name: str, chosen: str | None) -> dict[str, Any]:
         return {}
     if not chosen.endswith((".yaml", ".yml")) and not chosen.startswith(f"{name}_"):
         raise UserError(f"recipe '{chosen}' is not one of {name}{recipe_hint(name) or ', which has none'}")
-    return config.recipe(chosen, "evaluate")
+    return sections.recipe(chosen, "evaluate")
 
 
 def recipe_hint(name: str) -> str:
-    known = [one for one in config.recipe_names("evaluate") if one.startswith(f"{name}_")]
+    known = [one for one in sections.recipe_names("evaluate") if one.startswith(f"{name}_")]
     return f" (recipes: {', '.join(known)})" if known else ""
 
 
@@ -77,7 +78,7 @@ def evaluate(
     if isinstance(data, list | tuple):
         settings["data"] = [os.fspath(one) for one in data]
     layers = recipe_of(name, None if recipe is None else os.fspath(recipe)), settings
-    built = config.build(module(name).Settings, *layers)
+    built = sections.build(module(name).Settings, *layers)
     return score(name, built, None if out is None else Path(out), overwrite=overwrite)
 
 
@@ -87,7 +88,7 @@ def score(name: str, settings: Any, out: Path | None, say: bool = False, overwri
     if out is not None:
         place = out.with_suffix("") if out.suffix == ".json" else out.with_name(out.name + "-more")
         _check_output(name, settings, out, place, overwrite)
-    from adclr import devices, distributed
+    from adclr.system import devices, distributed
 
     started = time.monotonic()
     with distributed.session(devices.choose(settings.device)):

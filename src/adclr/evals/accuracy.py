@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from adclr import distributed, outputs
-from adclr.fonts import lettering
-from adclr.pictures import INK, PAPER, Bar, Cell, sheet, viridis
-from adclr.runs import write_atomically
+from adclr.features.pictures import INK, PAPER, Bar, Cell, sheet, viridis
+from adclr.system import distributed, outputs
+from adclr.system.fonts import lettering
+from adclr.system.runs import write_atomically
 
 Counts = NDArray[np.int64]
 DRAWN = 1000  # classes up to which there is a picture

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adclr.coco import Instances, coco_masks
+from adclr.data.sets.coco import Instances, coco_masks
 
 # the place of each among COCO's twelve numbers
 PLACES = {"ap": 0, "ap50": 1, "ap75": 2, "ap_small": 3, "ap_medium": 4, "ap_large": 5, "ar100": 8}

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adclr.draws import combine, key_of
-from adclr.vit import Input, VisionTransformer
+from adclr.data.draws import combine, key_of
+from adclr.model.vit import Input, VisionTransformer
 
 HEAD_SCALE = 0.001  # of the head's first weights, so that the backbone is not shaken at the start
 

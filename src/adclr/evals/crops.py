@@ -16,21 +16,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr import distributed, memory
-from adclr.ahead import Ahead
-from adclr.augment import crop
-from adclr.augment.transfer import send
-from adclr.boxes import crop_boxes
-from adclr.config import UserError
-from adclr.draws import Draws, Words, epoch_order
+from adclr.config.sections import UserError
+from adclr.data.augment import crop
+from adclr.data.boxes import crop_boxes
+from adclr.data.draws import Draws, Words, epoch_order
+from adclr.data.feed import Batch, Feed
+from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.prefetch import Ahead
+from adclr.data.sets.classes import Labelled
 from adclr.evals.features import check_classes
 from adclr.evals.task import Task
-from adclr.feed import Batch, Feed
-from adclr.labelled import Labelled
-from adclr.nvjpeg import GpuDecoder
-from adclr.text import printable
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights
+from adclr.model.vit import VisionTransformer
+from adclr.system import distributed, machine
+from adclr.system.text import printable
+from adclr.system.transfer import send
+from adclr.weights.backbone import Weights
 
 ASPECT = (3 / 4, 4 / 3)  # width over height of ImageNet's random resized crop
 
@@ -78,7 +78,7 @@ class Crops:
         self.unreadable: dict[str, str] = {}
         self.feed = Feed(
             self.split.source,
-            settings.num_workers or memory.cpu_count(),
+            settings.num_workers or machine.cpu_count(),
             weights.decoder,
             settings.max_unreadable,
             pin=device.type == "cuda",

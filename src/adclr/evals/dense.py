@@ -7,12 +7,12 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from adclr import distributed
-from adclr.config import UserError
-from adclr.devices import choose
+from adclr.config.sections import UserError
+from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
 from adclr.evals.task import Conditions, weights_of
-from adclr.segmented import IGNORE, Segmented, check, open_segmented
-from adclr.weights import Weights
+from adclr.system import distributed
+from adclr.system.devices import choose
+from adclr.weights.backbone import Weights
 
 
 class Pixelwise(Conditions):

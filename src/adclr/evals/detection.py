@@ -22,27 +22,29 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr import coco, distributed, memory, optim
-from adclr.ahead import Ahead
-from adclr.augment.transfer import send
-from adclr.coco import Instances, Object, filled, open_instances
-from adclr.config import Count, Share, UserError
-from adclr.devices import autocast_dtype, choose
-from adclr.draws import Draws, Words, combine, epoch_order, key_of
-from adclr.evals import course
+from adclr.config.sections import Count, Share, UserError
+from adclr.config.settings import Side
+from adclr.data.draws import Draws, Words, combine, epoch_order, key_of
+from adclr.data.feed import Batch, Feed
+from adclr.data.prefetch import Ahead
+from adclr.data.sets import coco
+from adclr.data.sets.coco import Instances, Object, filled, open_instances
+from adclr.data.sets.pixels import IGNORE
+from adclr.evals import trainer
 from adclr.evals.average_precision import average_precision
 from adclr.evals.classifier import fingerprint
-from adclr.evals.course import Course, Pace
 from adclr.evals.frames import Frames, Reader
 from adclr.evals.mask_rcnn import Detector, run_lengths
 from adclr.evals.mixing import kept
-from adclr.evals.pictures import Pictures
+from adclr.evals.overlays import Pictures
 from adclr.evals.task import Conditions, weights_of
-from adclr.feed import Batch, Feed
-from adclr.runs import Run
-from adclr.segmented import IGNORE
-from adclr.settings import Side
-from adclr.weights import Weights
+from adclr.evals.trainer import Course, Pace
+from adclr.system import distributed, machine
+from adclr.system.devices import autocast_dtype, choose
+from adclr.system.runs import Run
+from adclr.system.transfer import send
+from adclr.training import schedules
+from adclr.weights.backbone import Weights
 
 EPOCHS, DROPS = 12, (8 / 12, 11 / 12)  # of the 1x schedule
 LR, LR_BATCH, WARMUP, DECAY, LAYER_DECAY, DROP_PATH = 3e-4, 32, 1000, 0.05, 0.75, 0.05
@@ -111,7 +113,7 @@ class Examples:
         self.keys = instances.photos.keys[self.learned]
         counts = [int(self.wide.sum()), int((~self.wide).sum())]
         self.steps_per_epoch = sum(-(-count // self.batch_size) for count in counts)
-        workers = settings.num_workers or memory.cpu_count()
+        workers = settings.num_workers or machine.cpu_count()
         pin = device.type == "cuda"
         self.feed = Feed(instances.photos, workers, weights.decoder, settings.max_unreadable, pin=pin)
         self.feed.keep("auto", device)
@@ -206,10 +208,10 @@ def score(
         device
     )
     work = None if place is None else Run(place)
-    with course.locked(work):
+    with trainer.locked(work):
         distributed.barrier()
         whole = assemble(model, weights, train, settings, device, work)
-        steps = course.train(whole)
+        steps = trainer.train(whole)
         detections, missed = detect(model, weights, val, settings, device, place)
         found: dict[str, Any] = {"num_detections": float(len(detections))}
         if distributed.is_main():  # whose numbers alone are asked for
@@ -217,7 +219,7 @@ def score(
             for kind in ("box", "mask"):
                 found = average_precision(seen, detections, kind) | found
         facts = {"classes": train.classes, "mean": weights.mean, "std": weights.std, "window": settings.window}
-        course.finish(whole, facts)
+        trainer.finish(whole, facts)
     return found | {
         "num_steps": float(steps),
         "num_train": float(len(train.learned())),
@@ -235,7 +237,7 @@ def assemble(
     warmup = min(WARMUP, total // 10) if settings.warmup_steps is None else settings.warmup_steps
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else LAYER_DECAY)
     decay = DECAY if settings.weight_decay is None else settings.weight_decay
-    groups = optim.layer_groups(model.named(), weights.vit.depth, layer_decay, decay)
+    groups = schedules.layer_groups(model.named(), weights.vit.depth, layer_decay, decay)
 
     def lr_at(share: float, step: int) -> float:
         return peak * min(1.0, (step + 1) / (warmup + 1)) * math.prod(0.1 for drop in DROPS if share >= drop)

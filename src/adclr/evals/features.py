@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr import distributed
-from adclr.config import UserError
-from adclr.decode import Decoder, Pixels, Unreadable
-from adclr.images import centre, resize
-from adclr.labelled import Split
-from adclr.memory import cpu_count, host_memory
-from adclr.progress import track
-from adclr.sources import Source
-from adclr.text import printable
-from adclr.threads import in_order
-from adclr.weights import Weights
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder, Pixels, Unreadable
+from adclr.data.sets.classes import Split
+from adclr.data.sources import Source
+from adclr.features.reader import centre, resize
+from adclr.system import distributed
+from adclr.system.machine import cpu_count, host_memory
+from adclr.system.progress import track
+from adclr.system.text import printable
+from adclr.system.threads import in_order
+from adclr.weights.backbone import Weights
 
 KEPT_SHARE = 0.25  # of the free memory that images may fill that are looked at more than once
 

@@ -30,25 +30,27 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr import distributed, optim, snapshot
-from adclr.compiled import compile_blocks
-from adclr.config import Count, NonNegative, Positive, Ratio, Section, Share, UserError
-from adclr.coverage import fit
-from adclr.devices import autocast_dtype
-from adclr.draws import Draws
+from adclr.config.sections import Count, NonNegative, Positive, Ratio, Section, Share, UserError
+from adclr.config.settings import Beta, Side
+from adclr.data.draws import Draws
+from adclr.data.sets.classes import Labelled
 from adclr.evals.accuracy import accuracies
 from adclr.evals.classifier import Classifier, Pool
-from adclr.evals.course import locked
 from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
 from adclr.evals.randaugment import randaugment
 from adclr.evals.task import Task, begin
-from adclr.labelled import Labelled
-from adclr.progress import Line
-from adclr.runs import Run, write_atomically, write_json
-from adclr.settings import Beta, Side
-from adclr.weights import Description, Weights, architecture_of, fingerprint
+from adclr.evals.trainer import locked
+from adclr.model.compiled import compile_blocks
+from adclr.system import distributed
+from adclr.system.devices import autocast_dtype
+from adclr.system.progress import Line
+from adclr.system.runs import Run, write_atomically, write_json
+from adclr.training import schedules
+from adclr.weights import snapshot
+from adclr.weights.backbone import Description, Weights, architecture_of, fingerprint
+from adclr.weights.coverage import fit
 
 BASE = 768  # width of ViT-B
 AT_ONCE = 256  # images, where nothing is trained
@@ -135,7 +137,7 @@ class Job:
         settings, each = self.settings, self.crops.steps_per_epoch
         warmup = settings.epochs / 10 if settings.warmup_epochs is None else settings.warmup_epochs
         peak = settings.lr * self.crops.batch_size / 256
-        return optim.warm_cosine(step, round(warmup * each), self.total, peak, settings.final_lr)
+        return schedules.warm_cosine(step, round(warmup * each), self.total, peak, settings.final_lr)
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
     told = settings.model_dump(mode="json", exclude=HOW)
     data = [split.source.fingerprint() for split in (labelled.train, labelled.val)]
     optimizer = torch.optim.AdamW(
-        optim.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True
+        schedules.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True
     )
     return Job(
         settings=settings,

@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr import distributed
-from adclr.augment.transfer import send
-from adclr.config import Count, Positive, UserError
-from adclr.devices import autocast_dtype
-from adclr.draws import Draws
+from adclr.config.sections import Count, Positive, UserError
+from adclr.config.settings import Side
+from adclr.data.draws import Draws
+from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
 from adclr.evals.crops import normaliser
 from adclr.evals.dense import Pixelwise, begin
 from adclr.evals.frames import Reader, fitting, likeliest, resized
-from adclr.evals.pictures import Pictures
+from adclr.evals.overlays import Pictures
 from adclr.evals.scaled_crops import ScaledCrops
-from adclr.progress import track
-from adclr.segmented import IGNORE, Segmented
-from adclr.settings import Side
-from adclr.weights import Weights
+from adclr.system import distributed
+from adclr.system.devices import autocast_dtype
+from adclr.system.progress import track
+from adclr.system.transfer import send
+from adclr.weights.backbone import Weights
 
 NUMBERS, ACROSS = 2**28, 2**17  # similarities held at once, and of how many patches of the memory
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adclr import distributed
-from adclr.config import UserError
-from adclr.segmented import IGNORE
+from adclr.config.sections import UserError
+from adclr.data.sets.pixels import IGNORE
+from adclr.system import distributed
 
 
 class Tally:

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr import distributed
-from adclr.config import Count, Positive, Several
+from adclr.config.sections import Count, Positive, Several
+from adclr.data.sets.classes import Labelled, Split
 from adclr.evals.accuracy import accuracies
 from adclr.evals.features import extract, labels_of
 from adclr.evals.task import Task, begin
-from adclr.labelled import Labelled, Split
-from adclr.vit import Tokens, VisionTransformer
-from adclr.weights import Weights
+from adclr.model.vit import Tokens, VisionTransformer
+from adclr.system import distributed
+from adclr.weights.backbone import Weights
 
 HEADLINE_K = 20
 

@@ -20,21 +20,21 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr import distributed
-from adclr.augment.transfer import send
-from adclr.config import Count, Positive, Section, Several, Share
-from adclr.devices import autocast_dtype
-from adclr.draws import Words, combine, epoch_order, key_of
+from adclr.config.sections import Count, Positive, Section, Several, Share
+from adclr.config.settings import Side
+from adclr.data.draws import Words, combine, epoch_order, key_of
+from adclr.data.sets.classes import Labelled, Split
 from adclr.evals.accuracy import accuracies
 from adclr.evals.crops import Crops, normaliser, side
 from adclr.evals.features import Features, extract, labels_of
 from adclr.evals.task import Task, begin
-from adclr.labelled import Labelled, Split
-from adclr.optim import cosine
-from adclr.progress import Line
-from adclr.settings import Side
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights
+from adclr.model.vit import VisionTransformer
+from adclr.system import distributed
+from adclr.system.devices import autocast_dtype
+from adclr.system.progress import Line
+from adclr.system.transfer import send
+from adclr.training.schedules import cosine
+from adclr.weights.backbone import Weights
 
 MOMENTUM = 0.9
 SMALL = 384  # width of ViT-S

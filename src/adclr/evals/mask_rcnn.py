@@ -19,8 +19,8 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from adclr.evals.pyramid import Pyramid, blocks_at
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights
+from adclr.model.vit import VisionTransformer
+from adclr.weights.backbone import Weights
 
 BLOCKS = (4, 6, 8, 12)  # of twelve
 WIDTH = 256  # of the feature pyramid, and of the mask head

@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.collection import open_source
-from adclr.config import Count, Device, Section, UserError
-from adclr.devices import choose
-from adclr.draws import Draws
+from adclr.config.sections import Count, Device, Section, UserError
+from adclr.data.collection import open_source
+from adclr.data.draws import Draws
+from adclr.data.sources import Source, Subset
 from adclr.evals.features import prepared
-from adclr.progress import track
-from adclr.sources import Source, Subset
-from adclr.vit import VisionTransformer
-from adclr.weights import Weights, load_weights
+from adclr.model.vit import VisionTransformer
+from adclr.system.devices import choose
+from adclr.system.progress import track
+from adclr.weights.backbone import Weights, load_weights
 
 WHOLE = 1.5  # side of the image that is cut, of the input size
 SIDES = (0.6, 1.0)  # of a view, of the image's

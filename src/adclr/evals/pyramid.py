@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adclr import distributed
-from adclr.vit import VisionTransformer
+from adclr.model.vit import VisionTransformer
+from adclr.system import distributed
 
 
 class _Sum(torch.autograd.Function):

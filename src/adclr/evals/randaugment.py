@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr.augment.photometric import brightness, contrast, saturation
-from adclr.augment.transfer import send
-from adclr.draws import Draws
+from adclr.data.augment.photometric import brightness, contrast, saturation
+from adclr.data.draws import Draws
+from adclr.system.transfer import send
 
 Floats = NDArray[np.float64]
 LAYERS, CHANCE, SPREAD, TOP = 2, 0.5, 0.5, 10.0  # operations of an image; of each; deviation and limit of strengths

@@ -16,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr import distributed, memory
-from adclr.ahead import Ahead
-from adclr.augment import Packed
-from adclr.augment.photometric import hue
-from adclr.augment.transfer import send_all
-from adclr.config import UserError
-from adclr.draws import Draws, Words, epoch_order
+from adclr.config.sections import UserError
+from adclr.data.augment import Packed
+from adclr.data.augment.photometric import hue
+from adclr.data.draws import Draws, Words, epoch_order
+from adclr.data.feed import Batch, Feed
+from adclr.data.prefetch import Ahead
+from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
 from adclr.evals.frames import fitting
 from adclr.evals.mixing import kept
-from adclr.feed import Batch, Feed
-from adclr.segmented import IGNORE, PairDecoder, Pairs
-from adclr.weights import Weights
+from adclr.system import distributed, machine
+from adclr.system.transfer import send_all
+from adclr.weights.backbone import Weights
 
 TRIES, MOST_OF_ONE, LOOK_EVERY = 10, 0.75, 4  # pixels between those that are looked at
 BRIGHTNESS, FACTORS, HUE = 32 / 255, (0.5, 1.5), 18 / 180  # 18 of OpenCV's 180 hues
@@ -79,7 +79,7 @@ class ScaledCrops:
         self.pairs, self.device, self.size, self.batch_size = pairs, device, size, batch_size
         self.seed, self.scales, self.drop_path, self.depth = seed, scales, drop_path, weights.vit.depth
         self.mean, self.std, self.patch = weights.mean, weights.std, weights.vit.patch_size
-        self.feed = Feed(pairs, num_workers or memory.cpu_count(), decoder, max_unreadable, pin=device.type == "cuda")
+        self.feed = Feed(pairs, num_workers or machine.cpu_count(), decoder, max_unreadable, pin=device.type == "cuda")
         self.feed.keep("auto", device)
 
     def _order(self, start: int, end: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -19,26 +19,27 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr import distributed, optim
-from adclr.compiled import compile_blocks
-from adclr.config import Count, Positive, Several, UserError
-from adclr.devices import autocast_dtype
-from adclr.draws import combine, key_of
-from adclr.evals import course, iou
+from adclr.config.sections import Count, Positive, Several, UserError
+from adclr.config.settings import Side
+from adclr.data.draws import combine, key_of
+from adclr.data.sets.pixels import IGNORE, Segmented
+from adclr.evals import iou, trainer
 from adclr.evals.classifier import fingerprint
-from adclr.evals.course import Course, Pace
 from adclr.evals.crops import normaliser
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
 from adclr.evals.dense import Pixelwise, begin
 from adclr.evals.frames import Reader
-from adclr.evals.pictures import Pictures
+from adclr.evals.overlays import Pictures
 from adclr.evals.pyramid import Pyramid, blocks_at
 from adclr.evals.scaled_crops import ScaledCrops, Shown
+from adclr.evals.trainer import Course, Pace
 from adclr.evals.windows import predict
-from adclr.runs import Run
-from adclr.segmented import IGNORE, Segmented
-from adclr.settings import Side
-from adclr.weights import Weights
+from adclr.model.compiled import compile_blocks
+from adclr.system import distributed
+from adclr.system.devices import autocast_dtype
+from adclr.system.runs import Run
+from adclr.training import schedules
+from adclr.weights.backbone import Weights
 
 Head = Literal["linear", "fpn", "upernet"]
 AUXILIARY = 0.4  # weight of the auxiliary head's loss
@@ -176,7 +177,7 @@ def score(
     _refuse_impossible(job)
     size = settings.size
     work = None if place is None else Run(place)
-    with course.locked(work):
+    with trainer.locked(work):
         distributed.barrier()
         crops = ScaledCrops(
             weights,
@@ -194,10 +195,10 @@ def score(
         whole = assemble(job, crops, work)
         if settings.compile:
             _compile(job, whole)
-        steps = course.train(whole)
+        steps = trainer.train(whole)
         found = test(job, place)
         facts = {"classes": segmented.classes, "head": settings.head, "mean": weights.mean, "std": weights.std}
-        course.finish(whole, facts)
+        trainer.finish(whole, facts)
     unreadable = len(crops.feed.unreadable)
     return found | {"num_steps": float(steps), "num_train": float(len(segmented.train) - unreadable)}
 
@@ -229,7 +230,7 @@ def assemble(job: Job, crops: ScaledCrops, work: Run | None) -> Course:
         return protocol.lr * min(1.0, (step + 1) / (protocol.warmup_steps + 1)) * (1 - share)
 
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = optim.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
+    groups = schedules.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
     told = settings.model_dump(mode="json", exclude=HOW)
     return Course(
         name="segmentation",

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
-from adclr.config import Device, Ratio, Section, UserError
-from adclr.devices import choose
-from adclr.draws import combine, key_of
-from adclr.labelled import Labelled, open_labelled
-from adclr.weights import Weights, load_weights
+from adclr.config.sections import Device, Ratio, Section, UserError
+from adclr.data.draws import combine, key_of
+from adclr.data.sets.classes import Labelled, open_labelled
+from adclr.system.devices import choose
+from adclr.weights.backbone import Weights, load_weights
 
 
 class Conditions(Section):

@@ -13,18 +13,19 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from adclr import distributed, outputs, stamps
-from adclr.config import Several, UserError
-from adclr.devices import choose
+from adclr.config.sections import Several, UserError
+from adclr.data import stamps
+from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.public import KINDS
 from adclr.evals import finetune as tuning
 from adclr.evals import linear as probing
 from adclr.evals.finetune import Protocol as Tuning
 from adclr.evals.linear import Protocol as Probe
 from adclr.evals.task import Conditions, weights_of
-from adclr.labelled import open_labelled
-from adclr.public_sets import KINDS
-from adclr.runs import read_json, write_json
-from adclr.weights import fingerprint
+from adclr.system import distributed, outputs
+from adclr.system.devices import choose
+from adclr.system.runs import read_json, write_json
+from adclr.weights.backbone import fingerprint
 
 Chosen = probing.Settings | tuning.Settings
 

@@ -19,21 +19,22 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr import davis, distributed
-from adclr.augment.transfer import send
-from adclr.config import Count, Positive, UserError
-from adclr.davis import Clip
-from adclr.decode import Unreadable
-from adclr.devices import autocast_dtype, choose
+from adclr.config.sections import Count, Positive, UserError
+from adclr.config.settings import Side
+from adclr.data.decode import Unreadable
+from adclr.data.sets import davis
+from adclr.data.sets.davis import Clip
+from adclr.data.sets.pixels import IGNORE
 from adclr.evals.contours import contour, region
 from adclr.evals.crops import normaliser
 from adclr.evals.frames import Frames, resized
-from adclr.evals.pictures import Pictures
+from adclr.evals.overlays import Pictures
 from adclr.evals.task import Conditions, weights_of
-from adclr.progress import track
-from adclr.segmented import IGNORE
-from adclr.settings import Side
-from adclr.weights import Weights
+from adclr.system import distributed
+from adclr.system.devices import autocast_dtype, choose
+from adclr.system.progress import track
+from adclr.system.transfer import send
+from adclr.weights.backbone import Weights
 
 WHOLE = 64  # pixels that the longer side is a multiple of, as in DINO's program
 

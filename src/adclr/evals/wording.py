@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adclr import config
-from adclr.config import UserError
-from adclr.runs import Run, read_json
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.system.runs import Run, read_json
 
 # names of scores that are percentages; all others are counts, ranks or settings that were chosen
 PERCENT = re.compile(r"_top[15](_|$)|_mean_class$|_(miou|aacc|macc)$|^(image|patch)_matching|^video_|^(box|mask)_a[pr]")
@@ -168,7 +168,7 @@ def command(name: str, settings: Any) -> str:
 
 def _settings(settings: Any) -> Iterator[str]:
     """Yields key=value of the settings that are not the default."""
-    defaults = config.flatten(type(settings)().model_dump(mode="json"))
-    for key, value in config.flatten(settings.model_dump(mode="json")).items():
+    defaults = sections.flatten(type(settings)().model_dump(mode="json"))
+    for key, value in sections.flatten(settings.model_dump(mode="json")).items():
         if key not in ("weights", "data", "from_scratch", "partial") and value != defaults[key]:
             yield f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adclr import outputs
-from adclr.config import UserError
+from adclr.config.sections import UserError
 from adclr.report import story
 from adclr.report.page import render
-from adclr.runs import check_writable, write_atomically
+from adclr.system import outputs
+from adclr.system.runs import check_writable, write_atomically
 
 FILE = "report.html"
 

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from adclr import looking, pictures, report
-from adclr.config import UserError
-from adclr.decode import Pixels, Unreadable
-from adclr.looking import Box, Floats, Grid, Seen
+from adclr import report
+from adclr.config.sections import UserError
+from adclr.data.decode import Pixels, Unreadable
+from adclr.data.sources import Source
+from adclr.features import analysis, pictures
+from adclr.features.analysis import Box, Floats, Grid, Seen
 from adclr.report.story import PICTURES, read_moments
-from adclr.runs import Run, write_atomically
-from adclr.sources import Source
-from adclr.text import printable
-from adclr.weights import Weights
+from adclr.system.runs import Run, write_atomically
+from adclr.system.text import printable
+from adclr.weights.backbone import Weights
 
 MOMENTS = (0.0, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)  # of the training; more is learned early than late
 IMAGES = 3
@@ -88,8 +89,8 @@ def choose(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError):
             continue
-        seen = looking.see(source.paths[index], _square(pixels), size, patch)
-        found.append((seen, looking.drawn_boxes(seen, int(source.keys[index]), 1)[0]))
+        seen = analysis.see(source.paths[index], _square(pixels), size, patch)
+        found.append((seen, analysis.drawn_boxes(seen, int(source.keys[index]), 1)[0]))
         if len(found) == IMAGES:
             break
     return found
@@ -125,16 +126,16 @@ def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]], before: Image.Im
     """From top to bottom, of each image: attention of `[CLS]`, of its query, and the components of its patches.
 
     The components have the order and the signs that come nearest to the colours of the strip before."""
-    patches = [looking.features(weights, seen) for seen, _ in chosen]
-    basis = looking.basis(torch.cat(patches))
+    patches = [analysis.features(weights, seen) for seen, _ in chosen]
+    basis = analysis.basis(torch.cat(patches))
     if before is not None and before.size == _size(3 * len(chosen)):
         grids = [seen.grid(weights.vit) for seen, _ in chosen]
         basis = basis.aligned(torch.cat(patches), np.concatenate(_colours(before, grids)))
     cells = []
     for (seen, box), part in zip(chosen, patches, strict=True):
-        image, memory = pictures.shown(seen.pixels, CELL), looking.read(weights, seen)
+        image, memory = pictures.shown(seen.pixels, CELL), analysis.read(weights, seen)
         for crops in (None, seen.crop(box, weights.vit.patch_size)[None]):
-            maps, _ = looking.gaze(weights, seen, memory, crops)
+            maps, _ = analysis.gaze(weights, seen, memory, crops)
             cells.append(pictures.attention(image, maps[0, 0]))
         cells.append(pictures.tinted(image, basis.colours(part).reshape(*seen.grid(weights.vit), 3)))
     return _stacked(cells)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adclr import health
+from adclr.report import health
 from adclr.report.charts import Band, Level
 from adclr.report.story import PARTS, Story
 

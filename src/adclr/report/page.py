@@ -11,14 +11,16 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from adclr import __version__, config, evals, outputs
+from adclr import __version__, evals
+from adclr.config.sections import flatten
+from adclr.config.settings import Settings
+from adclr.data.jpeg import read_header
 from adclr.evals.wording import is_percent
-from adclr.jpeg import read_header
 from adclr.report import measures
 from adclr.report.charts import Line, chart, legend, number
 from adclr.report.measures import Measure
 from adclr.report.story import Scores, Story, changed, differences
-from adclr.settings import Settings
+from adclr.system import outputs
 
 # rows of a strip, of each image
 KINDS = {"[CLS]": "where [CLS] looks", "query": "where a query looks", "components": "components of the patches"}
@@ -268,11 +270,11 @@ def _defaults(evaluation: str) -> Mapping[str, Any]:
     """Returns the default settings of an evaluation by full name; none if this version does not have it."""
     if evaluation not in evals.NAMES:
         return {}
-    return config.flatten(evals.module(evaluation).Settings().model_dump(mode="json"))
+    return flatten(evals.module(evaluation).Settings().model_dump(mode="json"))
 
 
 def _run(story: Story, named: bool) -> str:
-    defaults = config.flatten(Settings().model_dump(mode="json"))
+    defaults = flatten(Settings().model_dump(mode="json"))
     rows = [
         [f"<code>{escape(name)}</code>", f"<b>{_value(value)}</b>", _value(default)]
         for name, value, default in changed(story, defaults)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adclr import config
-from adclr.config import UserError
-from adclr.runs import STOPPED, Run, read_json
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.system.runs import STOPPED, Run, read_json
 
 PICTURES = "pictures"  # folder of the run
 MOST_SCORES = 200  # evaluations read
@@ -160,10 +160,10 @@ def _settings(run: Run) -> dict[str, Any]:
     """As they are written: a run of another version has settings that this one does not know."""
     try:
         text = (run.path / "settings.yaml").read_text(encoding="utf-8", errors="replace")
-        values = config.load_yaml(text, "settings.yaml")
+        values = sections.load_yaml(text, "settings.yaml")
     except (OSError, UserError):
         return {}
-    return config.flatten(values) if isinstance(values, Mapping) else {}
+    return sections.flatten(values) if isinstance(values, Mapping) else {}
 
 
 def _starts(run: Run) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def _scores(folder: Path) -> list[Scores]:
         data, when = _inner(held, "settings", "data") or path.stem, _inner(held, "provenance", "started")
         from_scratch = _inner(held, "settings", "from_scratch") == "True"
         stored = held.get("settings")
-        settings = config.flatten(stored) if isinstance(stored, Mapping) else {}
+        settings = sections.flatten(stored) if isinstance(stored, Mapping) else {}
         shown = {key: value for key, value in settings.items() if key not in ELSEWHERE}
         found.append(Scores(path.parent.name, data, numbers, when, shown, from_scratch))
     return found

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adclr import outputs, scenes
-from adclr.config import UserError
-from adclr.runs import check_writable, write_atomically, write_json
+from adclr.config.sections import UserError
+from adclr.data.sets import scenes
 from adclr.study import data as fingerprints
 from adclr.study import figure, table
 from adclr.study.conduct import Place, carry_out, gpus, todo
 from adclr.study.outline import SCENES, Cell, Study, folder_of, name_of, read
 from adclr.study.results import Results
-from adclr.text import printable, printable_lines
+from adclr.system import outputs
+from adclr.system.runs import check_writable, write_atomically, write_json
+from adclr.system.text import printable, printable_lines
 
 NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score
 

@@ -16,12 +16,12 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from adclr import memory
-from adclr.config import UserError
-from adclr.progress import Line
-from adclr.runs import Run, write_json
+from adclr.config.sections import UserError
 from adclr.study.outline import Cell, Evaluation, Study, locate, name_of
 from adclr.study.results import Results, value
+from adclr.system import machine
+from adclr.system.progress import Line
+from adclr.system.runs import Run, write_json
 
 LOOK = 0.2  # seconds between looks at what runs
 STOP = 60.0  # seconds that a process has to save and end
@@ -173,7 +173,7 @@ def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, 
     run, file = Run(place.out / name), place.out / "jobs" / f"{name}.json"
     write_json(file, job_of(study, cell, results, place))
     gpu, log = place.gpus[slot], file.with_suffix(".log")
-    threads = memory.thread_environment(len(place.gpus))
+    threads = machine.thread_environment(len(place.gpus))
     with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "adclr.study.work", str(file), str(leash)],

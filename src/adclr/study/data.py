@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from adclr import stamps
-from adclr.collection import open_source
-from adclr.config import UserError
+from adclr.config.sections import UserError
+from adclr.data import stamps
+from adclr.data.collection import open_source
 from adclr.study.outline import SCENES, Study, folder_of, name_of
 
 

@@ -30,9 +30,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from adclr import config, evals, launch
-from adclr.config import Positive, Section, Several, UserError
-from adclr.settings import Settings
+from adclr import evals
+from adclr.config import sections
+from adclr.config.sections import Positive, Section, Several, UserError
+from adclr.config.settings import Settings
+from adclr.training import launch
 
 TRAINING = "training"  # in the place of an evaluation: a number of the run itself
 SCENES = "scenes"  # the data set that is built in
@@ -72,11 +74,11 @@ class Evaluation(Section):
     def build(self, weights: str, data: str) -> Any:
         """Its settings."""
         layers = evals.recipe_of(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
-        return config.build(evals.module(self.name).Settings, *layers)
+        return sections.build(evals.module(self.name).Settings, *layers)
 
     def computed(self) -> dict[str, Any]:
         """All its settings that say what is computed, those at their default too, as JSON has them."""
-        flat = config.flatten(self.build("W", "D").model_dump(mode="json"))
+        flat = sections.flatten(self.build("W", "D").model_dump(mode="json"))
         return {path: value for path, value in flat.items() if path.rsplit(".", 1)[-1] not in FREE}
 
 
@@ -120,14 +122,14 @@ class Cell:
     @property
     def known_by(self) -> dict[str, Any]:
         """All that says what is computed."""
-        flat = config.flatten(self.settings.model_dump(mode="json"))
+        flat = sections.flatten(self.settings.model_dump(mode="json"))
         kept = {path: value for path, value in flat.items() if path not in launch.FREE}
         return {"data": self.settings.data.path, "untrained": self.untrained, "settings": kept}
 
     @property
     def key(self) -> str:
         """Settings at their default are left out, so that one that comes new into the program changes no key."""
-        known, default = self.known_by, config.flatten(Settings().model_dump(mode="json"))
+        known, default = self.known_by, sections.flatten(Settings().model_dump(mode="json"))
         told = {path: value for path, value in known["settings"].items() if value != default[path]}
         return digest([known["data"], self.untrained, sorted(told.items())])
 
@@ -198,11 +200,11 @@ def read(file: Path) -> Study:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"study {file} cannot be read ({reason}); check the path") from None
-    tree = config.load_yaml(text, f"study {file}")
+    tree = sections.load_yaml(text, f"study {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UserError(f"study {file} is not a map; write lines such as 'title: ...' and 'recipe: adclr_small'")
     try:
-        outline = config.validated(Outline, tree)
+        outline = sections.validated(Outline, tree)
         cells = tuple(_cells(outline))
         study = Study(file, outline, cells)
         study.data_names()
@@ -238,13 +240,13 @@ def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed:
     recipe = arm.recipe or outline.recipe
     said: dict[str, Any] = {}
     for layer in (outline.settings, arm.settings, point):
-        for short, value in config.flatten(layer).items():
-            path = config.full_name(Settings, short)
+        for short, value in sections.flatten(layer).items():
+            path = sections.full_name(Settings, short)
             if path in OWN:
                 raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
             said[path] = value
     said["train.seed"] = seed
-    settings = launch.settle(config.recipe(recipe), said | {"data.path": outline.data})
+    settings = launch.settle(sections.recipe(recipe), said | {"data.path": outline.data})
     words = [f"{path.rsplit('.', 1)[-1]}={_shown(value)}" for path, value in point.items()]
     return Cell(name, ", ".join(words), tuple(point.values()), seed, recipe, said, settings, arm.untrained)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from adclr.config import UserError
+from adclr.config.sections import UserError
 from adclr.study.outline import TRAINING, Evaluation, Study
 from adclr.study.results import Results, value
 

@@ -13,13 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adclr import config, evals, jobs, launch, training
-from adclr.config import UserError
-from adclr.runs import Run, read_json
+from adclr import evals
+from adclr.config import sections
+from adclr.config.sections import UserError
 from adclr.study import results
 from adclr.study.outline import Evaluation
-from adclr.text import printable
-from adclr.weights import save_backbone
+from adclr.system.runs import Run, read_json
+from adclr.system.text import printable
+from adclr.training import launch, loop
+from adclr.training.job import build
+from adclr.weights.backbone import save_backbone
 
 
 def work(job: dict[str, Any]) -> None:
@@ -27,14 +30,14 @@ def work(job: dict[str, Any]) -> None:
     run, result = Run(job["run"]), Path(job["result"])
     if not result.exists() or not (run.path / "backbone.safetensors").exists():
         if job["untrained"]:
-            settings = launch.settle(config.recipe(job["recipe"]), job["said"])
-            save_backbone(run.path, jobs.build(settings).teacher.backbone.state_dict(), settings)
+            settings = launch.settle(sections.recipe(job["recipe"]), job["said"])
+            save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
-            training.run(launch.prepare(job["data"], run.path, job["recipe"], job["said"]))
+            loop.run(launch.prepare(job["data"], run.path, job["recipe"], job["said"]))
         if not result.exists():
             results.keep_training(result, job["known_by"], run, job["untrained"], job.get("fingerprint"))
     for spec in job["evaluations"]:
-        evaluation = config.validated(Evaluation, spec["evaluation"])
+        evaluation = sections.validated(Evaluation, spec["evaluation"])
         print(f"evaluate {evaluation.name} on {spec['data']}", flush=True)
         settings = evaluation.build(str(run.path), spec["data"])
         started = time.monotonic()

@@ -1,0 +1,128 @@
+"""The choice made when no recipe is named: from the number and size of the images and the memory, with its reasons."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from adclr.config.sections import UserError
+from adclr.data.decode import Unreadable, size_of
+from adclr.data.sources import Source
+from adclr.system.workers import Workers, result
+
+SAMPLE = 200  # images whose headers are read
+SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
+LARGE_COLLECTION = 1_000_000
+STEPS = 30_000  # about what a small collection is trained for: 200 epochs of 10 000 images in batches of 64
+BATCH = 64  # of a small collection: at equal epochs better than 128, since there are more steps (docs/log.md)
+# On a CPU the images of all epochs together are limited: 2 cores take about 20 images/s of `adclr_cpu`.
+CPU_IMAGES = 300_000  # 4 hours
+CPU_EPOCHS = 20, 120  # the fewest, of large collections, and the most: 400 photographs take 40 minutes
+CPU_BATCH = 32
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    recipe: str
+    settings: dict[str, Any]
+    reasons: list[str]
+
+
+def median_side(source: Source) -> int:
+    """The median of the shorter sides of up to 200 images, spread over the collection."""
+
+    def side(index: int) -> int | None:
+        try:
+            return min(size_of(source.read(index)))
+        except (Unreadable, OSError):
+            return None
+
+    chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
+    with Workers(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
+        found = [result(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
+    sides = [length for length in found if length is not None]
+    if not sides:
+        tried = min(SAMPLE, len(source))
+        raise UserError(f"none of the {tried} images of {source.root} that were tried can be read; are they images?")
+    return int(statistics.median(sides))
+
+
+def gpu_bytes(device: str) -> int | None:
+    """The memory of the GPU that would be used; None if that is the CPU."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def choose(num_images: int, side: int, memory: int | None) -> Choice:
+    """The recipe and settings for so many images of about `side` pixels and so many bytes on the GPU; None: no GPU."""
+    if memory is None:
+        return _for_cpu(num_images, side)
+    settings: dict[str, Any] = {}
+    reasons = []
+    if num_images >= SMALL_COLLECTION and side > 128:
+        large = num_images >= LARGE_COLLECTION and memory >= 60 * GIB
+        recipe = "adclr_vitb16" if large else "adclr_vits16"
+        reasons.append(f"recipe {recipe}: {num_images} images of about {side} pixels")
+    else:
+        recipe = "adclr_small"
+        what = f"{side} pixels are small images" if side <= 128 else f"{num_images} images are a small collection"
+        reasons.append(f"recipe {recipe}: {what}")
+        if side > 128:
+            settings |= {"model.patch_size": 16, "views.global_size": 224, "views.local_size": 96}
+            settings |= {"views.blur_sigma": [0.1, 2.0]}
+            reasons.append(f"views of 224 and 96 pixels, patches of 16: images of about {side} pixels have them")
+        elif side < 64:
+            size = max(16, side // 4 * 4)
+            local = max(8, size // 2 // 4 * 4)
+            settings |= {"model.patch_size": 4, "views.global_size": size, "views.local_size": local}
+            reasons.append(f"views of {size} and {local} pixels, patches of 4: the images are about {side} pixels")
+        else:
+            size = min(96, side // 8 * 8)
+            local = max(16, size // 2 // 8 * 8)
+            settings |= {"model.patch_size": 8, "views.global_size": size, "views.local_size": local}
+            reasons.append(f"views of {size} and {local} pixels, patches of 8: the images are about {side} pixels")
+        batch = _batch(num_images, BATCH)
+        epochs = int(min(800, max(20, round(STEPS / max(1, num_images // batch)))))
+        length, reason = _length(num_images, batch, epochs)
+        settings |= length
+        reasons.append(reason)
+    reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
+    return Choice(recipe, settings, reasons)
+
+
+def _for_cpu(num_images: int, side: int) -> Choice:
+    settings: dict[str, Any] = {}
+    recipe, reasons = "adclr_cpu", ["recipe adclr_cpu: there is no GPU"]
+    if side < 96:  # else the recipe's own views
+        patch = 8 if side >= 48 else 4
+        size = max(16, min(8, side // patch) * patch)
+        local = max(2 * patch, size // 2 // patch * patch)
+        settings |= {"model.patch_size": patch, "views.global_size": size, "views.local_size": local}
+        reasons.append(f"views of {size} and {local} pixels, patches of {patch}: the images are about {side} pixels")
+    fewest, most = CPU_EPOCHS
+    length, reason = _length(
+        num_images, _batch(num_images, CPU_BATCH), min(most, max(fewest, CPU_IMAGES // num_images))
+    )
+    return Choice(recipe, settings | length, [*reasons, reason])
+
+
+def _batch(num_images: int, most: int) -> int:
+    """The batch of a small collection: a power of 2, and at least eight of them in an epoch."""
+    return min(most, 1 << max(0, (num_images // 8).bit_length() - 1))
+
+
+def _length(num_images: int, batch: int, epochs: int) -> tuple[dict[str, Any], str]:
+    """Settings of a run so long, and the reason for people."""
+    settings = {"train.batch_size": batch, "train.epochs": epochs, "optim.warmup_epochs": max(1, epochs // 20)}
+    return settings, f"batch {batch}, {epochs} epochs: about {epochs * max(1, num_images // batch)} steps"
+
+
+def choose_for(source: Source, device: str) -> Choice:
+    return choose(len(source), median_side(source), gpu_bytes(device))

@@ -1,0 +1,292 @@
+"""Strict settings: defaults <- recipe YAML <- key=value words. Knows nothing of torch.
+
+A setting is named by its path (`train.epochs`) or, where that is unambiguous, by its last word (`epochs`).
+An unknown name is an error that offers the nearest one; so is a value of the wrong kind and a combination
+that cannot work. Every mistake of the user's is a `UserError`, one sentence that names the thing and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+
+class UserError(ValueError):
+    """A mistake of the user's; its message is one sentence for a person."""
+
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+T = TypeVar("T")
+_one = BeforeValidator(lambda value: (value,) if isinstance(value, int | float | str) else value)
+Several = Annotated[tuple[T, ...], _one]  # any number of things; one may be written without brackets
+Device = Literal["auto", "cpu", "cuda"]
+
+
+CLOSE = 0.66  # of 1: likeness from which a name is taken for a slip of the pen, such as kk for k
+# What other programs call a setting, by its last word; for suggestions only.
+SYNONYMS = {
+    "accumulation": "micro_batch_size",
+    "amp": "precision",
+    "arch": "size",
+    "bands": "num_channels",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "channels": "num_channels",
+    "clip_grad": "clip_norm",
+    "crop_size": "global_size",
+    "dtype": "precision",
+    "ema": "momentum",
+    "grad_clip": "clip_norm",
+    "gradient_checkpointing": "checkpoint_activations",
+    "heads": "num_heads",
+    "image_size": "global_size",
+    "img_size": "global_size",
+    "in_chans": "num_channels",
+    "lambda": "query_weight",
+    "layers": "depth",
+    "learning_rate": "lr",
+    "local_crops_number": "num_local",
+    "min_lr": "final_lr",
+    "momentum_teacher": "momentum",
+    "out_dim": "num_prototypes",
+    "patch": "patch_size",
+    "pretrained": "init",
+    "queries": "num_queries",
+    "registers": "num_registers",
+    "save_every": "checkpoint_every_steps",
+    "threads": "num_workers",
+    "warmup": "warmup_epochs",
+    "wd": "weight_decay",
+    "weights": "init",
+    "workers": "num_workers",
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+S = TypeVar("S", bound=Section)
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, pydantic field) of every setting of a settings class."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaves(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def full_name(model: type[BaseModel], name: str) -> str:
+    """The path of the setting that `name` means: itself, or the only path that ends in it."""
+    paths = [path for path, _ in leaves(model)]
+    if name in paths:
+        return name
+    ending = [path for path in paths if path.endswith("." + name)]
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise UserError(f"setting '{name}' could be {' or '.join(ending)}; write one of them")
+    inside = [path for path in paths if path.startswith(name + ".")]
+    if inside:
+        raise UserError(f"'{name}' is a group of settings; set one of its own, such as {inside[0]}")
+    near = _nearest(name, paths)
+    hint = f"did you mean '{near}'?" if near else "--help lists all settings"
+    raise UserError(f"unknown setting '{name}'; {hint}")
+
+
+def _nearest(name: str, paths: Sequence[str]) -> str | None:
+    """The setting whose own name, or whose name in other programs, is close to the last part of `name`."""
+    words = {path.rsplit(".", 1)[-1]: path for path in paths}
+    words = {other: words[ours] for other, ours in SYNONYMS.items() if ours in words} | words
+    group, _, last = name.rpartition(".")
+    inside = [word for word, path in words.items() if path.startswith(f"{group}.")] if group else []
+    for candidates in (inside, list(words)):
+        near = difflib.get_close_matches(last, candidates, n=1, cutoff=CLOSE)
+        if near:
+            return words[near[0]]
+    return None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + str(name)] = value
+    return flat
+
+
+def parse_words(words: Sequence[str]) -> dict[str, Any]:
+    """['train.epochs=5', ...] as names and values; a value is read as YAML, so lists are [0.4, 1.0]."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise UserError(f"'{word}' is not a setting; write key=value, for example train.epochs=100")
+        values[name] = load_yaml(text, f"the value of {name}")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain scalars, lists and maps. A name given twice would drop the first, an alias can be without end: neither."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not taken")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"'{name}' is there twice")
+        return super().construct_mapping(node, deep)
+
+
+# Scalars as YAML 1.2 has them: 'off' and 'no' are words, 1:30 is no number, 1e-3 is one.
+_PLAIN = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "null": r"~|null|Null|NULL|",
+}
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern in _PLAIN.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), None)
+
+
+def load_yaml(text: str, what: str) -> Any:
+    """YAML as data; tags that name Python objects are refused."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{what} is not readable as YAML ({first}); mend it") from None
+    except (RecursionError, ValueError) as error:  # a thousand brackets; a date that does not exist
+        raise UserError(f"{what} is not readable as YAML ({type(error).__name__}); mend it") from None
+
+
+def build(model: type[S], *layers: Mapping[str, Any]) -> S:
+    """Settings from layers of names and values, later ones winning; names may be paths, nested or short."""
+    values: dict[str, Any] = {}
+    truths = {path for path, field in leaves(model) if "bool" in str(field.annotation)}
+    for layer in layers:
+        for name, value in flatten(layer).items():
+            path = full_name(model, name)
+            if isinstance(value, bool) and path not in truths:
+                raise UserError(f"setting {path}={value} is not possible: it is not a yes or no")
+            values[path] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return validated(model, tree)
+
+
+def validated(model: type[S], tree: Mapping[str, Any]) -> S:
+    """Of a tree with every name written out."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_sentence(error)) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "missing":
+        if isinstance(first["loc"][-1], str):
+            return f"'{name}' is missing; add it"
+        message = "a number is missing"
+    if first["type"] == "extra_forbidden":
+        return f"'{name}' is not known here; mend its name or leave it out"
+    return f"setting {name}={first['input']!r} is not possible: {message.replace('tuple', 'list such as [1, 2]')}"
+
+
+def recipe_names(kind: str = "") -> list[str]:
+    """Those of pretraining, or of what is named."""
+    folder = resources.files("adclr.config") / "recipes" / kind
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str, kind: str = "") -> str:
+    """The text of a shipped recipe, or of a file if `name` ends in .yaml."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UserError(f"recipe file {name} cannot be read ({reason}); check the path") from None
+    names = recipe_names(kind)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = (
+            f"did you mean '{near[0]}'?"
+            if near
+            else f"there are: {', '.join(names)}"
+            if kind
+            else "--list-recipes shows them"
+        )
+        raise UserError(f"unknown recipe '{name}'; {hint}")
+    return (resources.files("adclr.config") / "recipes" / kind / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def recipe(name: str, kind: str = "") -> dict[str, Any]:
+    values = load_yaml(recipe_text(name, kind), f"recipe {name}")
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"recipe {name} is not a map of settings; write lines such as 'train:' and '  epochs: 100'")
+    return values
+
+
+def differences(a: Section, b: Section, ignore: Sequence[str] = ()) -> list[str]:
+    """'path: a's value, b's value' for each setting that differs."""
+    left, right = flatten(a.model_dump(mode="json")), flatten(b.model_dump(mode="json"))
+    return [
+        f"{path} is {left[path]} there and {right[path]} here"
+        for path in left
+        if left[path] != right[path] and path not in ignore
+    ]
+
+
+def describe(model: type[BaseModel]) -> list[tuple[str, str, str]]:
+    """(path, default, meaning) of every setting, for --help."""
+    rows = []
+    for path, field in leaves(model):
+        default = field.get_default(call_default_factory=True)
+        text = "null" if default is None else str(list(default) if isinstance(default, tuple) else default)
+        if isinstance(default, tuple):
+            text = "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in default) + "]"
+        choices = _choices(field.annotation)
+        meaning = field.description or ""
+        rows.append((path, text, f"{meaning} ({' | '.join(choices)})" if choices else meaning))
+    return rows
+
+
+def _choices(annotation: Any) -> list[str]:
+    if getattr(annotation, "__origin__", None) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return []

@@ -1,0 +1,67 @@
+"""Which source a word names: a folder, a .txt list, .tar shards or hf:PATH."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from adclr.config.sections import UserError
+from adclr.data import listing
+from adclr.data.huggingface import HuggingFace
+from adclr.data.listing import Listing
+from adclr.data.shards import TarShards
+from adclr.data.sources import FileList, ImageFolder, Source, index_folder
+
+LISTS = (".txt", ".lst", ".list")
+
+
+def open_source(where: str | Path, index: Path | None = None, allow_damaged: bool = False) -> Source:
+    """The source that a word names.
+
+    `index` is a file that may hold what was found there before; `allow_damaged` takes what can be read of tar shards
+    that are cut off, which are refused otherwise.
+    """
+    text = os.fspath(where)
+    if text.startswith("hf:"):
+        return HuggingFace(text.removeprefix("hf:"))
+    if not os.path.exists(text) and re.search(r"[*?\[{]", text):
+        return TarShards(text, expand(text), _known(index), allow_damaged)
+    if os.path.isfile(text):
+        if text.endswith(".tar"):
+            return TarShards(text, [text], _known(index), allow_damaged)
+        if text.endswith(LISTS):
+            return FileList(text)
+        raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
+    if os.path.isdir(text):
+        shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
+        if shards:  # a forgotten archive beside photos is not the collection
+            found = index_folder(Path(text))
+            if found.names:
+                return ImageFolder(text, found)
+            return TarShards(text, shards, _known(index), allow_damaged)
+    known = _known(index)
+    same = known is not None and next(iter(known.facts)) == os.path.abspath(text)
+    return ImageFolder(text, known if same else None)
+
+
+def _known(index: Path | None) -> Listing | None:
+    found = None if index is None else listing.load(index)
+    return found if found is not None and found.current() else None
+
+
+def expand(pattern: str) -> list[str]:
+    """The files of a pattern: shell wildcards, and ranges as in train-{0000..0146}.tar."""
+    found = re.search(r"\{(\d{1,12})\.\.(\d{1,12})\}", pattern)
+    if found:
+        first, last = found[1], found[2]
+        if not 0 <= int(last) - int(first) <= 1_000_000:
+            raise UserError(f"{pattern} names no shard, or more than a million; check its range")
+        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+        names = [pattern[: found.start()] + number + pattern[found.end() :] for number in numbers]
+        return list(dict.fromkeys(path for name in names for path in expand(name)))
+    paths = sorted(glob.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
+    if not paths:
+        raise UserError(f"no file is named as {pattern}; check the pattern")
+    return paths

@@ -1,0 +1,349 @@
+"""What is wrong with a collection of images, before any GPU hour is spent on it."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import Field
+
+from adclr.config import auto
+from adclr.config.sections import Count, Section, UserError
+from adclr.config.settings import Data
+from adclr.data.collection import open_source
+from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
+from adclr.data.shards import TarShards
+from adclr.data.sources import Source, reason_of
+from adclr.system import outputs
+from adclr.system.machine import cpu_count
+from adclr.system.progress import track
+from adclr.system.runs import check_writable, provenance, write_atomically, write_json
+from adclr.system.text import printable
+from adclr.training.plan_text import size
+
+TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
+STRETCHED = 4.0  # longer side over shorter
+FLAT = 8  # levels of 256 between the least and the most of every channel; a compressed plain colour has some
+SHOWN, CELL = 48, 96  # images of the contact sheet, and their pixels
+LISTED = 5  # examples named for each kind of trouble
+BINS = (32, 64, 128, 224, 320, 480, 640, 1024, 2048, 4096)
+DEEP_MODES = ("I", "F")
+MOST_PAGES = 256  # of a TIFF file that are looked at
+UNLIKE = 0.1  # of 1: a mean or deviation this far from those that recipes start from is worth setting
+LEAST_STD = 0.001  # that data.std takes
+LEVELS = np.arange(256) / 255
+DEEP_COLOURS = ";16"  # behind a mode of Pillow's, which is the same for colours of 8 bits and of more
+
+
+class Settings(Section):
+    max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
+    num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
+    num_workers: Count | None = Field(None, description="threads; null: one for each CPU core")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One image."""
+
+    path: str
+    bytes: int
+    digest: str  # of the file
+    problem: str | None = None  # why it cannot be used; what follows then says nothing
+    format: str = ""
+    mode: str = ""
+    height: int = 0
+    width: int = 0
+    flat: bool = False
+    bands: int = 0  # of a TIFF file, also of one that cannot be used; 0: not a TIFF file
+    pages: int = 1  # of a TIFF file, all of one size
+    mean: tuple[float, ...] = ()  # of each channel, of 1
+    square: tuple[float, ...] = ()  # the same of the squares
+
+    @property
+    def stretched(self) -> bool:
+        return max(self.height, self.width) > STRETCHED * min(self.height, self.width)
+
+
+def examine(source: Source, index: int, decoder: Decoder) -> Finding:
+    """Reads, decodes and looks at one image."""
+    path = source.paths[index]
+    try:
+        data = source.read(index)
+    except OSError as error:
+        return Finding(path, 0, "", reason_of(error))
+    digest, bands = blake2b(data, digest_size=16).hexdigest(), tiff_bands(data) or 0
+    try:
+        pixels = decoder(data)
+    except Unreadable as error:
+        return Finding(path, len(data), digest, str(error), bands=bands)
+    format_, mode, pages = "TIFF", f"{decoder.num_channels} bands", 1
+    if decoder.num_channels in (1, 3):
+        format_, mode, pages = _kind(data)
+    flat = bool(np.ptp(pixels, axis=(1, 2)).max() <= FLAT)
+    # by Pillow's histogram: 26 ms for 12 megapixels in 3 channels, where NumPy's sums take 460
+    counts = np.array([Image.fromarray(channel).histogram() for channel in pixels])
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean, square = tuple((shares @ LEVELS).tolist()), tuple((shares @ LEVELS**2).tolist())
+    _, height, width = pixels.shape
+    return Finding(path, len(data), digest, None, format_, mode, height, width, flat, bands, pages, mean, square)
+
+
+def _kind(data: bytes) -> tuple[str, str, int]:
+    """(format, mode, number of pages) of a file."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            mode = f"{image.mode}{DEEP_COLOURS}" if is_deep(image, data) else image.mode
+            return image.format or "?", mode, _pages(image) if image.format == "TIFF" else 1
+    except Exception:  # Pillow balks at what another decoder has read
+        return "?", "?", 1
+
+
+def _pages(image: Image.Image) -> int:
+    """The pages of a TIFF file if all are of one size, as bands are and the levels of a pyramid are not; else 1."""
+    count, size = min(getattr(image, "n_frames", 1), MOST_PAGES), image.size
+    for page in range(1, count):
+        image.seek(page)
+        if image.size != size:
+            return 1
+    return count
+
+
+def examined(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:
+    """All of them, in order; few wait at a time, since each holds a decoded image while it is looked at."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        numbers = iter(range(len(source)))
+        waiting = [pool.submit(examine, source, i, decoder) for i in islice(numbers, 4 * num_workers)]
+        for place in range(len(source)):
+            yield waiting[place % len(waiting)].result()
+            following = next(numbers, None)
+            if following is not None:
+                waiting[place % len(waiting)] = pool.submit(examine, source, following, decoder)
+
+
+def diagnose(
+    data: str, source: Source, found: Sequence[Finding], settings: Settings, memory: int | None
+) -> dict[str, Any]:
+    """The numbers, the troubles with examples, and the advice."""
+    good = [finding for finding in found if finding.problem is None]
+    copies = Counter(finding.digest for finding in good)
+    first: set[str] = set()
+    duplicates = []
+    for finding in good:
+        if copies[finding.digest] > 1 and finding.digest in first:
+            duplicates.append(finding)
+        first.add(finding.digest)
+    sides = np.array([min(finding.height, finding.width) for finding in good])
+    problems, facts = ({}, {}) if source.listing is None else (source.listing.problems, source.listing.facts)
+    troubles = {
+        "damaged shards": [f"{path}: {problem}" for path, problem in problems.items() if path in facts],
+        "dangling links": [f"{path}: {problem}" for path, problem in problems.items() if path not in facts],
+        "unreadable": [f"{finding.path}: {finding.problem}" for finding in found if finding.problem is not None],
+        "duplicates": [finding.path for finding in duplicates],
+        "tiny": [finding.path for finding in good if min(finding.height, finding.width) < TINY],
+        "stretched": [finding.path for finding in good if finding.stretched],
+        "constant": [finding.path for finding in good if finding.flat],
+    }
+    mean, std = _colors(good)
+    total = sum(finding.bytes for finding in found)
+    report: dict[str, Any] = {
+        "data": data,
+        "images": len(found),
+        "readable": len(good),
+        "bytes": total,
+        "gigabytes": total / 1e9,
+        "formats": dict(Counter(finding.format for finding in good).most_common()),
+        "modes": dict(Counter(finding.mode for finding in good).most_common()),
+        "mean": mean,
+        "std": std,
+        "shorter_side": _spread(sides),
+        "histogram": _histogram(sides),
+        "troubles": troubles,
+        "damaged_shards": _readable_of(source, [path for path in problems if path in facts]),
+        "advice": [],
+    }
+    report["advice"] = _advice(report, found, good, settings, memory)
+    return report
+
+
+def _colors(good: Sequence[Finding]) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel, of 1, with the same weight for every image, as in training."""
+    if not good:
+        return [], []
+    mean = np.mean([finding.mean for finding in good], axis=0)
+    variance = np.mean([finding.square for finding in good], axis=0) - mean**2
+    std = np.sqrt(variance.clip(0)).clip(LEAST_STD)
+    return [round(float(x), 3) for x in mean], [round(float(x), 3) for x in std]
+
+
+def _readable_of(source: Source, shards: Sequence[str]) -> dict[str, list[str]]:
+    """The images that can be read of each damaged shard."""
+    images: dict[str, list[str]] = {shard: [] for shard in shards}
+    if isinstance(source, TarShards):
+        for index, path in enumerate(source.paths if shards else ()):
+            if source.file(index) in images:
+                images[source.file(index)].append(path)
+    return images
+
+
+def _spread(sides: np.ndarray[Any, Any]) -> dict[str, int]:
+    if not len(sides):
+        return {}
+    return {name: int(np.quantile(sides, q)) for name, q in (("least", 0), ("median", 0.5), ("most", 1))}
+
+
+def _histogram(sides: np.ndarray[Any, Any]) -> dict[str, int]:
+    """How many shorter sides lie in each range of pixels."""
+    edges = [0, *BINS, 2**31]
+    counts, _ = np.histogram(sides, edges)
+    names = [f"<{BINS[0]}", *(f"{a}-{b - 1}" for a, b in pairwise(BINS)), f">={BINS[-1]}"]
+    return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+
+def _advice(
+    report: dict[str, Any], found: Sequence[Finding], good: Sequence[Finding], settings: Settings, memory: int | None
+) -> list[str]:
+    advice = []
+    counts = {name: len(paths) for name, paths in report["troubles"].items()}
+    grey = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)
+    own = _own_colors(report["mean"], report["std"], settings.num_channels)
+    if good:
+        choice = auto.choose(len(good), report["shorter_side"]["median"], memory)
+        values = [f"{key}={value}" for key, value in choice.settings.items()]
+        values += own if settings.num_channels != 3 else []
+        values += ["data.allow_damaged_shards=true"] if counts["damaged shards"] else []
+        out = re.sub(r"[^\w.-]+", "_", Path(report["data"]).stem).strip("_.-") or "images"
+        words = ["adclr", "pretrain", report["data"], "--out", f"runs/{out}", "--recipe", choice.recipe, *values]
+        advice += [shlex.join(words), *choice.reasons]
+    else:
+        advice.append("nothing here can be read; look at the reasons above")
+    advice += _advice_on_bands(report["data"], found, settings.num_channels)
+    if counts["damaged shards"]:
+        advice.append("write the damaged shards again; without data.allow_damaged_shards=true a run refuses them")
+    if counts["dangling links"]:
+        advice.append(f"{counts['dangling links']} links lead nowhere and are passed over; restore what they lead to")
+    if not good:
+        return advice
+    share = counts["unreadable"] / report["images"]
+    if share > Data().max_unreadable:
+        advice.append(f"{share:.0%} cannot be read, at which a run stops; mend them or raise data.max_unreadable")
+    if counts["duplicates"] > 0.01 * len(good):
+        advice.append(f"{counts['duplicates']} files are copies of others; what is shown twice is learned twice")
+    if counts["tiny"] > 0.1 * len(good):
+        advice.append(f"{counts['tiny']} images are smaller than {TINY} pixels and will be enlarged; leave them out")
+    deep = sum(finding.mode.startswith(DEEP_MODES) or finding.mode.endswith(DEEP_COLOURS) for finding in good)
+    if deep:
+        advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
+    if settings.num_channels == 3 and grey == len(good):
+        one = shlex.join(_own_colors(report["mean"][:1], report["std"][:1], 1))
+        advice.append(f"all images are grey; {one} trains on one channel")
+    elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
+        advice.append(f"their colors are unlike those that recipes start from; {shlex.join(own)} uses their own")
+    return advice
+
+
+def _own_colors(mean: list[float], std: list[float], num_channels: int) -> list[str]:
+    """The settings with which a run takes the mean and deviation of the collection."""
+    words = [f"data.mean={mean}", f"data.std={std}"]
+    return words if num_channels == 3 else [f"model.num_channels={num_channels}", *words]
+
+
+def _unlike(mean: list[float], std: list[float]) -> bool:
+    usual = Data()
+    return bool(np.abs(np.array([mean, std]) - np.array([usual.mean, usual.std])).max() > UNLIKE)
+
+
+def _advice_on_bands(data: str, found: Sequence[Finding], num_channels: int) -> list[str]:
+    """About TIFF files that have other bands than are read."""
+    advice = []
+    for bands, count in Counter(finding.bands for finding in found).most_common():
+        if bands not in (0, 1, 3, num_channels):
+            command = shlex.join(["adclr", "doctor", data, f"num_channels={bands}"])
+            advice.append(
+                f"{count} TIFF files have {bands} bands, not {num_channels}; {command} examines all of them, and "
+                f"model.num_channels={bands} trains on them"
+            )
+    for pages, count in Counter(finding.pages for finding in found).most_common():
+        if pages > 1:
+            command = shlex.join(["adclr", "doctor", data, f"num_channels={pages}"])
+            advice.append(
+                f"{count} TIFF files have {pages} pages, of which the first is used; if they are bands, {command} "
+                f"examines all of them, and model.num_channels={pages} trains on them"
+            )
+    return advice
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [
+        f"{report['images']} images, {size(report['gigabytes'])}; {report['readable']} can be read",
+        "formats: " + (", ".join(f"{name} {count}" for name, count in report["formats"].items()) or "none"),
+        "modes:   " + (", ".join(f"{name} {count}" for name, count in report["modes"].items()) or "none"),
+    ]
+    if report["mean"]:
+        mean, std = (" ".join(f"{x:.3f}" for x in report[name]) for name in ("mean", "std"))
+        lines.append(f"colors:  mean {mean}, deviation {std} of each channel, of 1 (data.mean, data.std)")
+    if report["shorter_side"]:
+        spread = report["shorter_side"]
+        lines += ["", f"shorter side: {spread['least']} to {spread['most']} pixels, median {spread['median']}"]
+        most = max(report["histogram"].values())
+        for name, count in report["histogram"].items():
+            lines.append(f"  {name:>10}  {'█' * max(1, round(40 * count / most))} {count}")
+    for name, examples in report["troubles"].items():
+        if examples:
+            lines += ["", f"{name}: {len(examples)}", *(f"  {printable(example)}" for example in examples[:LISTED])]
+            if len(examples) > LISTED:
+                lines.append(f"  and {len(examples) - LISTED} more")
+    return "\n".join([*lines, "", "advice:", *(f"  {line}" for line in report["advice"])])
+
+
+def contact_sheet(source: Source, found: Sequence[Finding], decoder: Decoder) -> Image.Image | None:
+    """Images spread over the collection, each whole, in equal cells."""
+    good = [index for index, finding in enumerate(found) if finding.problem is None]
+    if not good:
+        return None
+    chosen = [good[i] for i in np.linspace(0, len(good) - 1, min(SHOWN, len(good))).astype(int)]
+    columns = min(8, len(chosen))
+    sheet = Image.new("RGB", (columns * CELL, -(-len(chosen) // columns) * CELL), "white")
+    for place, index in enumerate(chosen):
+        pixels: Pixels = decoder(source.read(index))
+        shown = pixels if len(pixels) == 3 else pixels[[0, 0, 0]]
+        picture = Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))
+        picture.thumbnail((CELL - 4, CELL - 4))
+        left, top = place % columns * CELL, place // columns * CELL
+        sheet.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
+    return sheet
+
+
+def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> dict[str, Any]:
+    """Examines a collection; writes doctor.json, doctor.txt and contact_sheet.png to `out`; returns the report."""
+    check_writable(out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
+    files = [out / name for name in ("doctor.json", "doctor.txt", "contact_sheet.png")]
+    outputs.check("doctor", files, overwrite, record=files[0])
+    source = open_source(data, allow_damaged=True)
+    outputs.check_apart(out, source)
+    decoder = Decoder(settings.max_pixels, settings.num_channels)
+    workers = settings.num_workers or cpu_count()
+    found = list(track(examined(source, decoder, workers), "examining", len(source)))
+    report = diagnose(str(data), source, found, settings, auto.gpu_bytes("auto"))
+    text = describe(report)
+    print(text)
+    sheet = contact_sheet(source, found, decoder)
+    write_json(files[0], report | {"provenance": provenance() | outputs.signature("doctor")})
+    write_atomically(files[1], f"{text}\n\n{outputs.words('doctor')}\n".encode("utf-8", "backslashreplace"))
+    if sheet is not None:
+        write_atomically(files[2], outputs.png(sheet, "doctor"))
+    print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
+    return report

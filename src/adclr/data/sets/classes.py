@@ -1,0 +1,91 @@
+"""Labelled images: `DIR/train` + `DIR/val` with a sub-folder for each class, or one such folder that is split; or a
+public data set, `KIND:DIR`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.config.sections import UserError
+from adclr.data.collection import open_source
+from adclr.data.draws import mix
+from adclr.data.sets.public import KINDS, open_set
+from adclr.data.sources import Source, Subset
+
+
+@dataclass(frozen=True)
+class Split:
+    source: Source
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    train: Split
+    val: Split
+    classes: list[str]
+
+
+def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
+    """A fifth of an unsplit folder, chosen by the keys of its images, is the val split; see `open_source`."""
+    text = os.fspath(path)
+    root, hub = Path(text), text.startswith("hf:")
+    folder = text.removeprefix("hf:")
+    train: Source
+    val: Source
+    kind, _, where = text.partition(":")
+    if kind in KINDS:
+        train, val = open_set(kind, where)
+    elif os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
+        before = "hf:" if hub else ""
+        splits = (before + os.path.join(folder, split) for split in ("train", "val"))
+        train, val = (open_source(split, allow_damaged=allow_damaged) for split in splits)
+    else:
+        _check_unsplit(root)
+        whole = open_source(text, allow_damaged=allow_damaged)
+        held_out = mix(whole.keys) % np.uint64(5) == 0
+        train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
+    small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"
+    if not len(train):
+        raise UserError(small)
+    classes = sorted({_label(train, i) for i in range(len(train))})
+    if len(classes) < 2:
+        raise UserError(f"{train.root} has only one class ({classes[0]}); scores need a sub-folder for each class")
+    unknown = sorted({_label(val, i) for i in range(len(val))} - set(classes))
+    if unknown and train.root == val.root and kind not in KINDS:
+        raise UserError(
+            f"{root} has too few images of class {unknown[0]} to be split; give {root}/train and {root}/val"
+        )
+    if unknown:
+        raise UserError(f"{val.root} has classes that {train.root} lacks: {', '.join(unknown[:5])}; give both the same")
+    if not len(val):
+        raise UserError(small)
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
+
+
+def _check_unsplit(root: Path) -> None:
+    """Refuses train/ and test/, which would be taken for two classes; a class of images may be called train."""
+    for split, other in (("train", "val"), ("val", "train")):
+        if os.path.isdir(root / split):
+            with os.scandir(root / split) as found:
+                if any(entry.is_dir() and not entry.name.startswith(".") for entry in found):
+                    raise UserError(
+                        f"{root} has {split}/ with folders in it and no {other}/; "
+                        f"call the other split {other}/, or give {root / split} alone"
+                    )
+
+
+def _numbered(source: Source, numbers: dict[str, int]) -> Split:
+    return Split(source, np.array([numbers[_label(source, i)] for i in range(len(source))], np.int64))
+
+
+def _label(source: Source, index: int) -> str:
+    label = source.label(index)
+    if label is None:
+        raise UserError(f"{source.root}/{source.paths[index]} lies in no class folder; put it into one or remove it")
+    return label

@@ -1,0 +1,288 @@
+"""Images with a class for every pixel: `images/ labels/ classes.txt`, or ADE20K's folders.
+
+DIR/images/{train,val}/**.jpg with DIR/labels/{train,val}/**.png of the same names and DIR/classes.txt; or DIR/train and
+DIR/val, each with images/, labels/ and classes.txt; or DIR/images and DIR/labels, which are split 80/20. ADE20K:
+DIR/images/{training,validation}, DIR/annotations/{training,validation}, where 0 is no class and classes begin at 1.
+A label is a grey or palette image whose values are class numbers. In memory an image and its label are one item of one
+more channel, the last, in which `IGNORE` is what counts for nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder, Pixels, Unreadable, size_of
+from adclr.data.draws import mix
+from adclr.data.sources import ImageFolder, Items, index_folder, lost_folder, read_file
+from adclr.system.machine import cpu_count
+from adclr.system.progress import track
+
+IGNORE = 255
+MOST_CLASSES = 250
+LABELS = ("PNG", "BMP", "TIFF", "GIF")  # which keep numbers as they are
+ADE = {"train": "training", "val": "validation"}
+NAMED = 3  # offenders that a message names
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """What the values of label files mean."""
+
+    num_classes: int
+    ignore: int
+    reduced: bool  # 0 is no class, and classes begin at 1
+
+    @cached_property
+    def table(self) -> NDArray[np.int16]:
+        """The class of each value, `IGNORE`, or -1 for what is no class."""
+        table = np.full(2**16, -1, np.int16)
+        first = int(self.reduced)
+        table[first : first + self.num_classes] = np.arange(self.num_classes)
+        table[self.ignore] = IGNORE
+        if self.reduced:
+            table[0] = IGNORE
+        return table
+
+    def __call__(self, values: NDArray[np.uint16]) -> NDArray[np.uint8]:
+        found = self.table[values]
+        if (found < 0).any():
+            wrong = int(values[found < 0][0])
+            first = int(self.reduced)
+            raise Unreadable(
+                f"has the value {wrong}, where classes are {first} to {first + self.num_classes - 1} "
+                f"and {self.ignore} is ignored"
+            )
+        return found.astype(np.uint8)
+
+
+class Pairs(Items):
+    """Images, each with its label; an item is the length of the image's file, that file and the label's."""
+
+    def __init__(self, images: Path, labels: Path, names: list[str], files: list[str]) -> None:
+        super().__init__(images, names)
+        self.labels, self.files = labels, files  # names of the label files
+
+    def read(self, index: int) -> bytes:
+        image = self.image(index)
+        return len(image).to_bytes(8, "big") + image + self.label_file(index)
+
+    def lost(self, index: int) -> str | None:
+        return super().lost(index) or lost_folder(os.path.join(self.labels, self.files[index]))
+
+    def image(self, index: int) -> bytes:
+        return read_file(self.file(index))
+
+    def label_file(self, index: int) -> bytes:
+        return read_file(os.path.join(self.labels, self.files[index]))
+
+    def part(self, chosen: NDArray[np.int64]) -> Pairs:
+        names, files = ([these[i] for i in chosen] for these in (list(self.paths), self.files))
+        return Pairs(self.root, self.labels, names, files)
+
+
+@dataclass(frozen=True)
+class PairDecoder:
+    """`decoder(data)` gives (C+1)×height×width, the label last, or raises `Unreadable`."""
+
+    image: Decoder
+    numbering: Numbering
+    largest: int | None = None  # shorter side to which larger ones are shrunk
+
+    def __call__(self, data: bytes) -> Pixels:
+        length = int.from_bytes(data[:8], "big")
+        pixels = self.image(data[8 : 8 + length])
+        label = self.numbering(read_label(data[8 + length :]))
+        if label.shape != pixels.shape[1:]:
+            raise Unreadable(_sizes(pixels.shape[1:], label.shape))
+        side = min(label.shape)
+        if self.largest is not None and side > self.largest:
+            height, width = (round(n * self.largest / side) for n in label.shape)
+            channels = [_resized(channel, height, width, Image.Resampling.BICUBIC) for channel in pixels]
+            return np.stack([*channels, _resized(label, height, width, Image.Resampling.NEAREST)])
+        return np.concatenate([pixels, label[None]])
+
+
+@dataclass(frozen=True)
+class Segmented:
+    train: Pairs
+    val: Pairs
+    classes: list[str]
+    numbering: Numbering
+
+    def decoder(self, image: Decoder, largest: int | None = None) -> PairDecoder:
+        return PairDecoder(image, self.numbering, largest)
+
+
+def _resized(channel: NDArray[np.uint8], height: int, width: int, how: Image.Resampling) -> NDArray[np.uint8]:
+    return np.asarray(Image.fromarray(channel).resize((width, height), how))
+
+
+def _sizes(image: tuple[int, ...], label: tuple[int, ...]) -> str:
+    return f"is {label[1]}x{label[0]} pixels where its image is {image[1]}x{image[0]}"
+
+
+def read_label(data: bytes, max_pixels: int = 100_000_000) -> NDArray[np.uint16]:
+    try:
+        with Image.open(io.BytesIO(data), formats=LABELS) as image:
+            if image.width * image.height > max_pixels:
+                raise Unreadable(f"is {image.width}x{image.height} pixels, too many")
+            if image.mode not in ("1", "L", "P", "I;16", "I;16B", "I;16L", "I"):
+                raise Unreadable(f"has colours (mode {image.mode}); a label is grey or has a palette")
+            values = np.asarray(image)
+    except Unreadable:
+        raise
+    except UnidentifiedImageError:
+        raise Unreadable(f"is not an image of a kind that keeps numbers ({', '.join(LABELS)})") from None
+    except Exception as error:  # readers raise more kinds of error than they document
+        raise Unreadable(f"cannot be read ({type(error).__name__})") from None
+    if values.ndim != 2 or values.min(initial=0) < 0 or values.max(initial=0) >= 2**16:
+        raise Unreadable("has values that are no class numbers")
+    return values.astype(np.uint16)
+
+
+# -- from a folder to pairs --
+
+
+def open_segmented(path: str | Path, train: str = "train", val: str = "val", ignore: int = IGNORE) -> Segmented:
+    """The pairs of a folder, by their names alone; `check` looks into them."""
+    root = Path(path)
+    if not os.path.isdir(root):
+        raise UserError(f"folder {root} does not exist; give one with images/, labels/ and classes.txt")
+    if os.path.isdir(root / "annotations" / ADE["train"]):
+        return _open_ade(root, train, val, ignore)
+    if os.path.isdir(root / train / "images"):
+        found = [_read_classes(root, split, ignore) for split in (train, val)]
+        if found[0] != found[1]:
+            differing = next(pair for pair in _zipped(*found) if pair[0] != pair[1])
+            raise UserError(
+                f"the classes of {root / train} and {root / val} differ, first {differing[0]} and {differing[1]}; "
+                "give both the same classes.txt"
+            )
+        pairs = [_pairs(root / split / "images", root / split / "labels") for split in (train, val)]
+        return _segmented(pairs[0], pairs[1], found[0], ignore, False)
+    if not os.path.isdir(root / "images") or not os.path.isdir(root / "labels"):
+        raise UserError(f"{root} holds no images/ and labels/; docs/dense.md says how labelled pixels are laid out")
+    classes = _read_classes(root, "", ignore)
+    if os.path.isdir(root / "images" / train):
+        splits = [_pairs(root / "images" / split, root / "labels" / split) for split in (train, val)]
+    else:
+        if (train, val) != ("train", "val") or os.path.isdir(root / "images" / val):
+            raise UserError(f"folder {root / 'images' / train} does not exist; train_split and val_split name two")
+        whole = _pairs(root / "images", root / "labels")
+        held_out = mix(whole.keys) % np.uint64(5) == 0
+        splits = [whole.part(np.flatnonzero(which)) for which in (~held_out, held_out)]
+    return _segmented(splits[0], splits[1], classes, ignore, False)
+
+
+def _segmented(train: Pairs, val: Pairs, classes: list[str], ignore: int, reduced: bool) -> Segmented:
+    if not len(train) or not len(val):
+        raise UserError(f"{train.root} has too few images to be split; give images/train and images/val")
+    if not reduced and ignore < len(classes):
+        raise UserError(f"ignore={ignore} is the number of the class {classes[ignore]}; choose one that is no class's")
+    return Segmented(train, val, classes, Numbering(len(classes), ignore, reduced))
+
+
+def _open_ade(root: Path, train: str, val: str, ignore: int) -> Segmented:
+    """objectInfo150.txt, if it is there, has the names, in the last column of 150 lines below a first one."""
+    classes = [f"class {number}" for number in range(1, 151)]
+    file = root / "objectInfo150.txt"
+    if file.exists():
+        rows = [line.split("\t") for line in _lines(file)]
+        named = {int(row[0]): row[-1].strip() for row in rows if row[0].strip().isdecimal()}
+        if sorted(named) == list(range(1, 151)):
+            classes = [named[number] for number in range(1, 151)]
+    splits = [ADE.get(split, split) for split in (train, val)]
+    pairs = [_pairs(root / "images" / split, root / "annotations" / split) for split in splits]
+    return _segmented(pairs[0], pairs[1], classes, ignore, True)
+
+
+def _pairs(images: Path, labels: Path) -> Pairs:
+    if not os.path.isdir(labels):
+        raise UserError(f"folder {labels} does not exist; it holds the labels of {images}")
+    names = list(ImageFolder(images).paths)
+    there = {os.path.splitext(name)[0]: name for name in index_folder(labels).names}
+    files = [there.get(os.path.splitext(name)[0], "") for name in names]
+    _refuse([f"{images / name} has no label" for name, file in zip(names, files, strict=True) if not file], labels)
+    return Pairs(images, labels, names, files)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError(f"{file} cannot be read ({reason}); write the name of a class on each line") from None
+
+
+def _read_classes(root: Path, split: str, ignore: int) -> list[str]:
+    """A name on each line, or a number, a space and a name; the number that is ignored names no class."""
+    file = root / split / "classes.txt"
+    file = file if file.exists() else root / "classes.txt"
+    lines = _lines(file)
+    rows = [re.fullmatch(r"\s*(\d+)[\s,:]+(\S.*)", line) for line in lines]
+    if all(rows):
+        numbered = {int(row[1]): row[2].strip() for row in rows if row}
+        if len(numbered) < len(rows):
+            raise UserError(f"{file} gives two classes one number; number each its own")
+        numbered.pop(ignore, None)
+        if sorted(numbered) != list(range(len(numbered))):
+            raise UserError(f"the numbers in {file} do not run from 0 to {len(numbered) - 1}; number them so")
+        names = [numbered[number] for number in range(len(numbered))]
+    else:
+        names = [line.strip() for line in lines]
+    if not 2 <= len(names) <= MOST_CLASSES:
+        raise UserError(f"{file} names {len(names)} classes; there must be 2 to {MOST_CLASSES}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{file} names the class {name} twice; each name stands for one class")
+    return names
+
+
+def _zipped(first: list[str], second: list[str]) -> list[tuple[str, str]]:
+    length = max(len(first), len(second))
+    padded = [names + ["no class"] * (length - len(names)) for names in (first, second)]
+    return list(zip(*padded, strict=True))
+
+
+# -- what is wrong with them --
+
+
+def check(segmented: Segmented, num_workers: int | None = None, show: bool = True) -> None:
+    """Looks into every label, and at the size of every image, before anything is trained on them."""
+
+    def one(place: tuple[Pairs, int]) -> str | None:
+        pairs, index = place
+        name = os.path.join(pairs.labels, pairs.files[index])
+        try:
+            label = segmented.numbering(read_label(pairs.label_file(index)))
+        except (Unreadable, OSError) as error:
+            return f"{name} {error.strerror if isinstance(error, OSError) else error}"
+        try:
+            size = size_of(data := pairs.image(index))
+            if size != label.shape:  # unless it is to be turned
+                size = Decoder()(data).shape[1], Decoder()(data).shape[2]
+        except (Unreadable, OSError):
+            return None  # images that cannot be read are counted where they are used
+        return None if size == label.shape else f"{name} {_sizes(size, label.shape)}"
+
+    places = [(pairs, index) for pairs in (segmented.train, segmented.val) for index in range(len(pairs))]
+    with ThreadPoolExecutor(num_workers or cpu_count()) as pool:
+        found = list(track(pool.map(one, places), "checking labels", len(places), show))
+    _refuse([problem for problem in found if problem], segmented.train.labels)
+
+
+def _refuse(problems: list[str], where: Path) -> None:
+    if problems:
+        more = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise UserError(f"{'; '.join(problems[:NAMED])}{more}; mend the labels in {where} or take these images out")

@@ -1,0 +1,131 @@
+"""What tells a replaced image from the one that was there: its size and time of modification, or its content.
+
+To ask a local disk for the stamps of a million images takes about 8 seconds (2 cores), a network longer; a search
+for added and removed files needs only the folders. Contents are read only where they are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.data.draws import Words
+from adclr.data.sources import Source
+from adclr.system.progress import track
+from adclr.system.runs import write_atomically
+
+Check = Literal["time", "content"]
+TOGETHER = 256  # images that a thread asks for at once
+STAT_THREADS = 16  # wait for a network file system together; a local disk is as fast with fewer
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """One row for each image of a collection."""
+
+    sizes: NDArray[np.int64]  # bytes
+    times: NDArray[np.int64]  # of modification, ns
+    contents: NDArray[np.uint64] | None = None  # hashes of the files, if they were read
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def of(self, indices: NDArray[np.int64]) -> Stamps:
+        contents = None if self.contents is None else self.contents[indices]
+        return Stamps(self.sizes[indices], self.times[indices], contents)
+
+    def digests(self) -> dict[str, str]:
+        """Returns one hash of all sizes and times, and one of all contents if they were read."""
+        hashes = {"time": _digest(np.stack([self.sizes, self.times]))}
+        return hashes if self.contents is None else hashes | {"content": _digest(self.contents)}
+
+    def save(self, path: Path, keys: Words) -> None:
+        """Writes them to an .npz file in the order of the images' keys, whole or not at all."""
+        order, buffer = np.argsort(keys, kind="stable"), io.BytesIO()
+        sorted_ = self.of(order)
+        arrays = {"keys": keys[order], "sizes": sorted_.sizes, "times": sorted_.times}
+        if sorted_.contents is not None:
+            arrays["contents"] = sorted_.contents
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, buffer.getvalue())
+
+
+def take(source: Source, check: Check = "time", num_threads: int | None = None) -> Stamps:
+    """Returns the stamps of all images; with `check="content"` every image is read."""
+    count = len(source)
+    pairs = np.array(_each(source.stamp, count, STAT_THREADS), np.int64).reshape(count, 2)
+    stamps = Stamps(pairs[:, 0], pairs[:, 1])
+    if check == "time":
+        return stamps
+
+    def hashed(index: int) -> int:
+        try:
+            return int.from_bytes(blake2b(source.read(index), digest_size=8).digest(), "big")
+        except OSError:
+            return 0
+
+    contents = _each(hashed, count, num_threads or os.cpu_count() or 1, "reading")
+    return replace(stamps, contents=np.array(contents, np.uint64))
+
+
+def fingerprint(source: Source) -> str:
+    """Returns a hash of the names and sizes of all images: the same wherever the collection lies."""
+    order = np.argsort(source.keys, kind="stable")
+    return _digest(np.stack([source.keys[order].view(np.int64), take(source).sizes[order]]))
+
+
+def load(path: Path, keys: Words) -> Stamps | None:
+    """Returns the stamps that were saved for images of these keys, in their order; None if there are none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            known = file["keys"].astype(np.uint64)
+            contents = file["contents"].astype(np.uint64) if "contents" in file else None
+            stamps = Stamps(file["sizes"].astype(np.int64), file["times"].astype(np.int64), contents)
+    except Exception:  # whatever is wrong with it, there is nothing to compare with
+        return None
+    columns = [column for column in (stamps.sizes, stamps.times, contents) if column is not None]
+    order = np.argsort(keys, kind="stable")
+    if any(column.shape != keys.shape for column in columns) or not np.array_equal(known, keys[order]):
+        return None
+    return stamps.of(np.argsort(order))
+
+
+def replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
+    """Returns the indices of images that are other files than before.
+
+    By content, if that was asked for both times. Else an image was replaced if its size differs, or its time, unless no
+    image at all has kept its time: then the collection was copied or unpacked anew, which gives every file a new time
+    and must not end a run, so that sizes decide alone. A replacement of every image by one of the same size is the
+    price of that; `check="content"` notices it.
+    """
+    if check == "content" and before.contents is not None and now.contents is not None:
+        return np.flatnonzero(before.contents != now.contents)
+    other_time = before.times != now.times
+    if other_time.all():
+        other_time[:] = False
+    return np.flatnonzero((before.sizes != now.sizes) | other_time)
+
+
+def _each(function: Callable[[int], Any], count: int, num_threads: int, name: str = "") -> list[Any]:
+    """What a function gives for each index, in order; several at once by each thread."""
+    starts = range(0, count, TOGETHER)
+
+    def some(start: int) -> list[Any]:
+        return [function(index) for index in range(start, min(start + TOGETHER, count))]
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        lists = track(pool.map(some, starts), name, len(starts), show=bool(name))
+        return [value for values in lists for value in values]
+
+
+def _digest(array: NDArray[Any]) -> str:
+    return blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()

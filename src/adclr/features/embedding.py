@@ -1,0 +1,328 @@
+"""Features of any images: a vector for each, as Parquet, or a map of its patches. Stopped, the same command goes on.
+
+What an image becomes hangs on the image alone, not on threads, batches or neighbours, but for the rounding of matrix
+products, which are cut up by how much there is of them: 1e-5 of a vector's length in float32, a cosine of 0.9999 in
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from adclr.config import sections
+from adclr.config.sections import Count, Device, Section, UserError
+from adclr.config.settings import Side
+from adclr.data import stamps
+from adclr.data.collection import open_source
+from adclr.data.sources import Source
+from adclr.data.stamps import Check
+from adclr.features.embedded import Format, PartStamps
+from adclr.features.parts import Parts
+from adclr.features.reader import Alike, Batch, Framing, Images, centre, whole
+from adclr.model.vit import Input, Tokens
+from adclr.system import outputs
+from adclr.system.devices import autocast_dtype, choose
+from adclr.system.progress import Line
+from adclr.system.runs import check_writable, provenance
+from adclr.training import launch
+from adclr.weights.backbone import Weights, fingerprint, load_weights
+
+MOST_TOKENS = (
+    2**17
+)  # that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
+PART_ROWS, PART_BYTES = 8192, 2**28  # of a part: vectors, patch maps
+OWN_SIDE = 1024  # pixels that an image of its own size is taken to have, where its part is planned
+AHEAD = 3  # batches that wait to be written
+
+
+class Settings(Section):
+    vector: Literal["cls", "mean_patch", "both"] = Field(
+        "cls", description="[CLS], the mean of the patches, or one behind the other"
+    )
+    normalise: bool = Field(False, description="to length 1: the vector, or that of each patch")
+    size: Literal["input"] | Side | None = Field(
+        "input", description="pixels; input: what the weights were trained at; null: the images' own"
+    )
+    framing: Literal["auto", "crop", "whole"] = Field(
+        "auto",
+        description="crop: size x size from the middle of the image at 256/224 of that; whole: all of it, the shorter "
+        "side of that size, rounded to patches; auto: whole for patch maps and with size=null",
+    )
+    max_side: Side = Field(2048, description="of a whole image, the longer side at most, pixels")
+    dtype: Literal["float32", "float16"] | None = Field(
+        None, description="of what is written; null: float32 for vectors, float16 for patch maps"
+    )
+    format: Literal["safetensors", "npy"] = Field("safetensors", description="of patch maps")
+    part_size: Count | None = Field(None, description="images of a part; null: 8192, or patch maps of about 256 MiB")
+    batch_size: Count = Field(256, description="images at once")
+    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
+    gpu_decoding: bool = Field(
+        True,
+        description="JPEGs by the decoder that some GPUs have; pixels differ by about 1 of 255 from the CPU's",
+    )
+    check: Check = Field(
+        "time",
+        description="what tells that an image has changed since: its size and time of modification, or its content, "
+        "for which every image is read first",
+    )
+    device: Device = Field("auto", description="auto: the GPU if there is one")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
+    )
+
+
+def embed(
+    weights: str | Path,
+    images: str | Path,
+    out: str | Path,
+    dense: bool = False,
+    partial: bool = False,
+    overwrite: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """`embed("runs/photos", "photos/", out="features.parquet", vector="both")`: what was written, and how much."""
+    return run(str(weights), str(images), Path(out), dense, sections.build(Settings, settings), partial, overwrite)
+
+
+def run(
+    weights: str,
+    images: str,
+    out: Path,
+    dense: bool,
+    settings: Settings,
+    partial: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    if launch.processes() > 1:
+        raise UserError("features are made by one process; leave out torchrun")
+    kind: Format = settings.format if dense else "parquet"
+    for name in ("vector",) if dense else ("format",):
+        if name in settings.model_fields_set:
+            raise UserError(f"{name} is a setting {'without' if dense else 'of'} --dense; leave it out")
+    check_writable(out)
+    Parts.check(out, kind)
+    source = open_source(images)
+    if out.suffix != ".parquet":
+        outputs.check_apart(out, source)
+    device = choose(settings.device)
+    found = load_weights(weights, partial)
+    network = Network(found, settings, dense, device)
+    size, facts = network.part_size(), network.facts() | {"images": _order_of(source)}
+    now = PartStamps.of(stamps.take(source, settings.check, settings.num_workers), size, settings.check)
+    parts = Parts(out, kind, len(source), size, facts, now, overwrite)
+    about = parts.finished()
+    if about is not None:
+        print(f"{out} is finished: {about['rows']} images")
+        return about
+    if parts.renewed:
+        print(f"images of {len(parts.renewed)} of {len(now.newest)} parts of {out} have changed; these are made again")
+    with parts.open():
+        workers, by_gpu = settings.num_workers, settings.gpu_decoding
+        reader = Images(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
+        started = time.monotonic()
+        made = fill(parts, reader, network, settings.batch_size)
+        seconds = time.monotonic() - started
+        sums = {"dim": network.dim, "seconds": seconds, "images_per_second": made / seconds if made else None}
+        about = parts.finish(sums | {"source": images, "weights_from": weights, "provenance": provenance()})
+    if about["unreadable"]:
+        print(f"{about['unreadable']} images could not be read and were left out: {parts.unreadable} lists them")
+    print(f"{about['rows']} images, {made / seconds:.0f} a second: {out}")
+    return about
+
+
+def _order_of(source: Source) -> str:
+    """A hash of the images in their order, since parts are runs of it."""
+    return blake2b(source.keys.tobytes(), digest_size=16).hexdigest()
+
+
+class Made(NamedTuple):
+    """Features of images of one size, on their way to the host."""
+
+    indices: NDArray[np.int64]
+    values: Tensor  # n×D or n×height×width×D
+    finite: Tensor  # whether all of them are
+
+
+class Network:
+    """`network(groups)`: the features of images of several sizes, by one pass where they are few."""
+
+    def __init__(self, weights: Weights, settings: Settings, dense: bool, device: torch.device) -> None:
+        self.weights, self.settings, self.dense, self.device = weights, settings, dense, device
+        self.vit = weights.vit.to(device)
+        self.framing = self._framing()
+        self.autocast = autocast_dtype(settings.precision, device)
+        self.dtype = getattr(torch, settings.dtype or ("float16" if dense else "float32"))
+        self.dim = self.vit.dim * (2 if settings.vector == "both" and not dense else 1)
+        self.mean = torch.tensor(weights.mean, device=device).view(-1, 1, 1)
+        self.std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
+
+    def _framing(self) -> Framing:
+        settings, patch = self.settings, self.vit.patch_size
+        size = self.vit.input_size if settings.size == "input" else settings.size
+        how = settings.framing
+        if how == "auto":
+            how = "whole" if self.dense or size is None else "crop"
+        if how == "whole":
+            return whole(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
+        if size is None:
+            raise UserError("framing=crop cuts out a size, and size=null is none; set one of them otherwise")
+        both = size if isinstance(size, tuple) else (size, size)
+        if any(side % patch for side in both):
+            near = max(patch, round(both[0] / patch) * patch)
+            raise UserError(
+                f"size={settings.size} is not divisible by these weights' patches of {patch}; set size={near}"
+            )
+        return centre(both)
+
+    def part_size(self) -> int:
+        if self.settings.part_size:
+            return self.settings.part_size
+        if not self.dense:
+            return PART_ROWS
+        side = min(self.vit.input_size) if self.settings.size == "input" else self.settings.size or OWN_SIDE
+        each = (side / self.vit.patch_size) ** 2 * self.vit.dim * self.dtype.itemsize
+        return int(min(PART_ROWS, max(1, PART_BYTES // each)))
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same where an embedding is gone on with."""
+        free = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check"}
+        return self.settings.model_dump(mode="json", exclude=free) | {
+            "dense": self.dense,
+            "part_size": self.part_size(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "precision": "float32" if self.autocast is None else "bfloat16",
+            "weights": fingerprint(self.weights),
+        }
+
+    @torch.no_grad()
+    def __call__(self, groups: list[Alike]) -> list[Made]:
+        patches = self.dense or self.settings.vector != "cls"
+        made = []
+        for some in self._portions(groups):
+            inputs = [Input((group.pixels.float() / 255 - self.mean) / self.std, patches=patches) for group in some]
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                tokens = self.vit.forward_many(inputs)
+            for group, found in zip(some, tokens, strict=True):
+                values = self._values(found, group.pixels.shape[2:])
+                made.append(Made(group.indices, values, values.isfinite().all()))
+        return made
+
+    def _portions(self, groups: list[Alike]) -> Iterator[list[Alike]]:
+        """Groups, cut where they must be, that are at most `MOST_TOKENS` together."""
+        some: list[Alike] = []
+        room = MOST_TOKENS
+        for group in groups:
+            height, width = self.vit.grid_of(*group.pixels.shape[2:])
+            each = self.vit.num_prefix + height * width
+            start = 0
+            while start < len(group.indices):
+                if some and room < each:
+                    yield some
+                    some, room = [], MOST_TOKENS
+                count = min(len(group.indices) - start, max(1, room // each))
+                some.append(Alike(group.indices[start : start + count], group.pixels[start : start + count]))
+                start, room = start + count, room - count * each
+        if some:
+            yield some
+
+    def _values(self, tokens: Tokens, size: torch.Size) -> Tensor:
+        if self.dense:
+            values = tokens.patches.float().reshape(-1, *self.vit.grid_of(*size), self.vit.dim)
+        elif self.settings.vector == "cls":
+            values = tokens.cls.float()
+        else:
+            values = tokens.patches.float().mean(dim=1)
+            if self.settings.vector == "both":
+                values = torch.cat([tokens.cls.float(), values], dim=-1)
+        if self.settings.normalise:
+            values = F.normalize(values, dim=-1)
+        kept: Tensor = values.to(self.dtype)
+        return kept
+
+
+class Part:
+    """The rows of a part, until all are there; by one thread, which waits for the GPU while others do not."""
+
+    def __init__(self, parts: Parts, source: Source) -> None:
+        self.parts, self.source = parts, source
+        self.rows: dict[int, NDArray[Any]] = {}
+        self.unreadable: dict[int, str] = {}
+
+    def add(self, number: int, made: list[Made], ready: torch.cuda.Event | None, unreadable: dict[int, str]) -> None:
+        """Takes note of a batch; with its last, the part is written."""
+        if ready is not None:
+            ready.synchronize()
+        for indices, values, finite in made:
+            if not finite:
+                where, dtype = self.source.paths[int(indices[0])], str(values.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"features of {where}, or of an image after it, are not finite or too large for dtype={dtype}; "
+                    "set dtype=float32, or use other weights"
+                )
+            self.rows |= dict(zip(indices.tolist(), values.numpy(), strict=True))
+        self.unreadable |= unreadable
+        if len(self.rows) + len(self.unreadable) == len(self.parts.indices(number)):
+            paths = self.source.paths
+            rows = [(paths[index], self.rows[index]) for index in sorted(self.rows)]
+            self.parts.write(number, rows, {paths[index]: self.unreadable[index] for index in sorted(self.unreadable)})
+            self.rows, self.unreadable = {}, {}
+
+
+def fill(parts: Parts, images: Images, network: Network, batch_size: int, show: bool = True) -> int:
+    """Makes the parts that are missing; of how many images."""
+    missing = parts.missing()
+    jobs = [
+        (number, part[i : i + batch_size])
+        for number in missing
+        for part in (parts.indices(number),)
+        for i in range(0, len(part), batch_size)
+    ]
+    total = sum(len(indices) for _, indices in jobs)
+    before, started = parts.count - total, time.monotonic()
+    part, made, waiting = Part(parts, images.source), 0, deque[Future[None]]()
+    batches = images.batches(indices for _, indices in jobs)
+    writer = ThreadPoolExecutor(1, "write")
+    try:
+        with Line("embed", parts.count, before, show) as line:
+            for (number, indices), batch in zip(jobs, batches, strict=True):
+                waiting.append(writer.submit(part.add, number, *_landed(network, batch), batch.unreadable))
+                if len(waiting) > AHEAD:
+                    waiting.popleft().result()
+                made += len(indices)
+                line.move(before + made, f"{made / (time.monotonic() - started):.0f} images/s")
+            while waiting:
+                waiting.popleft().result()
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{batch_size} images at once do not fit into the GPU's memory; set batch_size={max(1, batch_size // 2)}"
+        ) from None
+    finally:
+        batches.close()
+        writer.shutdown(wait=True, cancel_futures=True)
+    return made
+
+
+def _landed(network: Network, batch: Batch) -> tuple[list[Made], torch.cuda.Event | None]:
+    """Features on the host as soon as the event has come; the thread that launches the network does not wait."""
+    made = network(batch.groups)
+    if network.device.type != "cuda":
+        return made, None
+
+    def host(there: Tensor) -> Tensor:
+        return torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+
+    landed = [Made(indices, host(values), host(finite)) for indices, values, finite in made]
+    return landed, torch.cuda.current_stream(network.device).record_event()

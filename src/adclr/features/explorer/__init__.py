@@ -1,0 +1,89 @@
+"""`adclr explore`: a local page on which to draw a box in an image and see at once where that query looks, in all."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+from pathlib import Path
+
+from pydantic import Field
+
+from adclr.config.sections import Count, Device, Positive, Section, UserError
+from adclr.config.settings import Side
+
+LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
+
+
+class Settings(Section):
+    size: Side | None = Field(
+        None, description="shorter side of images in the network, pixels; null: what it was trained at"
+    )
+    num_images: Count | None = Field(500, description="images at most, spread over the collection; null: all")
+    max_gib: Positive = Field(4.0, description="memory for what is kept of them; 3.8 MB an image for ViT-S/16 at 224")
+    device: Device = Field("auto", description="auto: the GPU if there is one")
+
+
+def run(weights: list[str], images: list[str], host: str, port: int, settings: Settings) -> None:
+    """Serves until it is stopped."""
+    try:
+        import uvicorn
+
+        from adclr.features.explorer import server
+    except ModuleNotFoundError as error:
+        raise UserError(f"the page needs {error.name}, which is not here; run: pip install 'adclr[explore]'") from None
+    from adclr.features import analysis
+    from adclr.features.explorer.gallery import Gallery
+    from adclr.features.explorer.library import Library
+    from adclr.features.visualize import open_images
+    from adclr.system.devices import choose
+
+    source, device = open_images(images), choose(settings.device)
+    libraries = [Library(_short(name), analysis.load(name, device), settings.size) for name in weights]
+    gallery = Gallery(source, libraries, settings.num_images, settings.max_gib)
+    token = None if host in LOCAL else secrets.token_urlsafe(16)
+    listening = _listen(host, port)
+    query = f"?token={token}" if token else ""
+    first, *others = [f"http://{name}:{listening.getsockname()[1]}/{query}" for name in _names(host, listening)]
+    elsewhere = "".join(f"\n  or {address} from another machine" for address in others)
+    print(f"open {first} (Ctrl-C ends it){elsewhere}", flush=True)
+    config = uvicorn.Config(server.build(gallery, token), log_level="warning", lifespan="on", access_log=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run([listening])
+
+
+def _short(name: str) -> str:
+    path = Path(name)
+    return path.parent.name if path.name in ("run", "backbone.safetensors") and path.parent.name else path.name
+
+
+def _names(host: str, listening: socket.socket) -> list[str]:
+    """Returns the hosts of the printed addresses: localhost first if the socket listens on all interfaces.
+
+    `http://0.0.0.0` is an address to listen on. Browsers refuse it, and from another machine it leads nowhere.
+    """
+    bound = ipaddress.ip_address(listening.getsockname()[0])
+    if not bound.is_unspecified:
+        return [f"[{host}]" if ":" in host else host]
+    return ["localhost", _own_address()]
+
+
+def _own_address() -> str:
+    """Returns the IPv4 address from which this machine reaches others, or its name if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address for documentation; connecting a UDP socket sends no packet
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(128)
+    except OSError as error:
+        raise UserError(f"{host}:{port} cannot be used ({error.strerror}); choose another --port or --host") from None
+    return found

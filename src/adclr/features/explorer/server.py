@@ -1,0 +1,243 @@
+"""The page's server: a few files of ours, images by their number, and answers as JSON. Nothing is read by a name."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adclr.features.analysis import Box, Floats
+from adclr.features.explorer import LOCAL
+from adclr.features.explorer.gallery import Gallery
+from adclr.features.explorer.library import Library, top_of
+
+FILES = {"/": ("index.html", "text/html"), "/explorer.css": ("explorer.css", "text/css")}
+FILES |= {f"/{name}": (name, "text/javascript") for name in ("explorer.js", "maps.js", "state.js")}
+COOKIE = "adclr_token"
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+def build(gallery: Gallery, token: str | None) -> ASGIApp:
+    """The application; it reads the images while it runs. Without a token it answers only to names of this machine."""
+
+    def model(asked: QueryParams) -> Library:
+        return gallery.libraries[_whole(asked, "model", 0, len(gallery.libraries) - 1)]
+
+    def image(asked: QueryParams) -> int:
+        return _whole(asked, "image", 0, len(gallery.shown) - 1)
+
+    def view(asked: QueryParams, library: Library) -> dict[str, Any]:
+        vit = library.vit
+        head = None if asked.get("head", "mean") == "mean" else _whole(asked, "head", 0, vit.num_heads - 1)
+        block = _whole(asked, "block", 0, vit.depth - 1) if "block" in asked else vit.depth - 1
+        return {"block": block, "head": head, "temperature": _fraction(asked, "temperature", 0.05, 100.0, 1.0)}
+
+    def state(asked: QueryParams) -> dict[str, Any]:
+        since, shown = _whole(asked, "since", 0, 10**9, 0), gallery.shown
+        return {
+            "models": [
+                {"name": x.name, "depth": x.vit.depth, "heads": x.vit.num_heads, "patch": x.vit.patch_size}
+                for x in gallery.libraries
+            ],
+            "images": [
+                {"name": one.name, "width": one.width, "height": one.height, "grids": one.grids}
+                for one in shown[since:]
+            ],
+            "tried": gallery.tried,
+            "total": len(gallery.chosen),
+            "finished": gallery.finished,
+            "skipped": len(gallery.skipped),
+            "note": gallery.note,
+        }
+
+    def known(asked: QueryParams) -> int:
+        """How many images the page knows of: while they are read, there may be more here already."""
+        return _whole(asked, "known", 0, 10**9 - 1, 10**9 - 1)
+
+    def query(asked: QueryParams) -> dict[str, Any]:
+        library, started = model(asked), time.perf_counter()
+        found = library.query(image(asked), _box(asked), **view(asked, library))
+        found = [one for one in found if one.id < known(asked)]
+        return {
+            "ids": [one.id for one in found],
+            **_attention([one.attention for one in found]),
+            "match": _packed(one.match for one in found),
+            "windows": [[round(edge, 4) for edge in one.window] for one in found],
+            "scores": [round(one.score, 4) for one in found],
+            "answers": [round(one.answer, 4) for one in found],
+            "milliseconds": round(1000 * (time.perf_counter() - started)),
+        }
+
+    def cls(asked: QueryParams) -> dict[str, Any]:
+        library = model(asked)
+        found = [one for one in library.cls(**view(asked, library)) if one[0] < known(asked)]
+        return {"ids": [id_ for id_, _ in found], **_attention([values for _, values in found])}
+
+    def components(asked: QueryParams) -> dict[str, Any]:
+        found = [one for one in model(asked).components() if one[0] < known(asked)]
+        return {"ids": [id_ for id_, _ in found], "maps": _packed(values for _, values in found)}
+
+    def similar(asked: QueryParams) -> dict[str, Any]:
+        number, library = image(asked), model(asked)
+        rows, columns = gallery.shown[number].grids[gallery.libraries.index(library)]
+        place = _whole(asked, "row", 0, rows - 1), _whole(asked, "column", 0, columns - 1)
+        return {"maps": _packed([library.similar(number, *place)])}
+
+    def picture(request: Request) -> Response:
+        number = request.path_params["number"]
+        if not 0 <= number < len(gallery.shown):
+            raise HTTPException(404, "there is no such image")
+        return Response(gallery.shown[number].jpeg, media_type="image/jpeg", headers={"cache-control": "max-age=3600"})
+
+    @contextlib.asynccontextmanager
+    async def reading(_: Starlette) -> AsyncIterator[None]:
+        reader = threading.Thread(target=gallery.read, name="reader", daemon=True)
+        reader.start()
+        yield
+        gallery.stop.set()
+
+    answers = {"state": state, "query": query, "cls": cls, "components": components, "similar": similar}
+    routes = [Route(path, _file(*what)) for path, what in FILES.items()]
+    routes += [Route(f"/api/{name}", _answer(give)) for name, give in answers.items()]
+    routes += [Route("/image/{number:int}.jpg", picture)]
+    wrong = {HTTPException: _refused}
+    return Guard(Starlette(routes=routes, lifespan=reading, exception_handlers=wrong), token)  # type: ignore[arg-type]
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Response]:
+    text = (resources.files("adclr.features") / "explorer" / name).read_bytes()
+    return lambda _: Response(text, media_type=kind)
+
+
+def _answer(give: Callable[[QueryParams], dict[str, Any]]) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(give, request.query_params))
+
+    return endpoint
+
+
+async def _refused(_: Request, error: HTTPException) -> Response:
+    return JSONResponse({"error": error.detail}, error.status_code)
+
+
+# -- what is asked --
+
+
+def _whole(asked: QueryParams, name: str, least: int, most: int, otherwise: int | None = None) -> int:
+    text = asked.get(name, "" if otherwise is None else str(otherwise))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+        raise HTTPException(400, f"{name} must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _fraction(asked: QueryParams, name: str, least: float, most: float, otherwise: float) -> float:
+    return _fractions(asked.get(name, str(otherwise)), name, 1, least, most)[0]
+
+
+def _fractions(text: str, name: str, count: int, least: float, most: float) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(math.isfinite(n) and least <= n <= most for n in numbers):
+        raise HTTPException(400, f"{name} must be {count} numbers from {least:g} to {most:g}")
+    return numbers
+
+
+def _box(asked: QueryParams) -> Box:
+    left, top, right, bottom = _fractions(asked.get("box", ""), "box", 4, 0, 1)
+    if right - left < 0.001 or bottom - top < 0.001:
+        raise HTTPException(400, "box must be left, top, right, bottom, and not empty")
+    return left, top, right, bottom
+
+
+# -- what is answered --
+
+
+def _packed(maps: Iterable[Floats]) -> str:
+    """Numbers in [0, 1] as bytes, one map behind the other."""
+    parts = [(np.clip(values, 0, 1) * 255).round().astype(np.uint8).tobytes() for values in maps]
+    return base64.b64encode(b"".join(parts)).decode()
+
+
+def _attention(maps: list[Floats]) -> dict[str, Any]:
+    """Each map of its own top."""
+    tops = [top_of(values) for values in maps]
+    return {
+        "maps": _packed(values / top for values, top in zip(maps, tops, strict=True)),
+        "peaks": [round(float(values.max()), 2) for values in maps],
+    }
+
+
+# -- who may ask --
+
+
+class Guard:
+    """In front of everything: the token where there is one, else only requests to a name of this machine.
+
+    A page of anyone's can make a browser send requests here under a name of its own that leads to this machine; such a
+    request has that name in its Host.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                held = {name.lower() for name, _ in message["headers"]}
+                added = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in held]
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        await (self._admitted(Request(scope)) or self.app)(scope, receive, sent)
+
+    def _admitted(self, request: Request) -> Response | None:
+        """None if it may go on."""
+        if self.token is None:
+            return None if _host(request.headers) in LOCAL else JSONResponse({"error": "this is not its name"}, 421)
+        given = request.query_params.get("token")
+        if given is not None and _same(given, self.token):
+            answer = RedirectResponse(request.url.remove_query_params("token").path or "/", 303)
+            # Lax: browsers withhold a strict cookie when the link was clicked on another site, so the redirect would
+            # end in a 401. Other sites still cannot use it: requests that their pages make come without the cookie,
+            # and a navigation, which comes with it, only reads.
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="lax")
+            return answer
+        if _same(request.cookies.get(COOKIE, ""), self.token):
+            return None
+        return JSONResponse({"error": "a token is needed: open the address that adclr explore has printed"}, 401)
+
+
+def _same(given: str, wanted: str) -> bool:
+    return secrets.compare_digest(given.encode(), wanted.encode())
+
+
+def _host(headers: Headers) -> str:
+    name = headers.get("host", "")
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]

@@ -1,0 +1,51 @@
+"""Which device to work on, and in which precision."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from adclr.config.sections import UserError
+from adclr.system import distributed, triton_available
+
+
+def choose(name: str) -> torch.device:
+    """`auto` is the GPU if there is one; in a group of processes each takes the one of its number."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("device=cuda was asked for but torch finds no GPU here; set device=cpu or install its driver")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    number = distributed.local_rank()
+    if number >= torch.cuda.device_count():
+        raise UserError(f"process {number} has no GPU of its own: there are {torch.cuda.device_count()}; start fewer")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    triton_available.try_out(device)
+    return device
+
+
+def be_on(device: torch.device) -> None:
+    """For a new thread, which begins on the first GPU, whichever the others are on."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+
+
+@cache
+def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
+    """One for each purpose in a process: torch has 32 of a device, and then gives the first out a second time."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 where it is asked for, or by default on a GPU that has it; None is float32 throughout."""
+    if precision == "bfloat16" or (precision == "auto" and device.type == "cuda" and _has_bfloat16()):
+        return torch.bfloat16
+    return None
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """PyTorch imitates it on older GPUs (T4, V100), which is slower than float32."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))

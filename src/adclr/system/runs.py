@@ -1,0 +1,301 @@
+"""A run is a directory from which it can be resumed, explained and compared. Knows nothing of torch.
+
+RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/,
+stamps.npz, backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.html, pictures/}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import adclr
+from adclr.config import sections
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+
+STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was told to stop
+PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
+
+
+def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
+    """The file is there whole or not at all; also after a power cut, unless that is not worth the wait for the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if durable:
+            write_synced(temporary, [data])
+        else:
+            temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # which write(2) does not say; of rename(2) it is the temporary name
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """A new file, on the disk when this returns."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for piece in pieces:
+            _write_all(handle, piece)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:  # a disk that is nearly full takes a part of it, and only then says so
+        left = left[os.write(handle, left) :]
+
+
+def _open_itself(path: str | Path, flags: int) -> int:
+    """Never what a link leads to: one in a run that somebody gave away must not make us write elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it or, if the disk is full, nothing."""
+    handle = _open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(handle).st_size
+        try:
+            _write_all(handle, data)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
+
+
+def check_writable(path: Path) -> None:
+    """Says before any work is done that a file or folder could not be made there."""
+    parent = path
+    try:
+        while not parent.exists() and parent != parent.parent:
+            parent = parent.parent
+        good = os.access(parent, os.W_OK | (os.X_OK if parent.is_dir() else 0))
+        if good and parent != path and not parent.is_dir():
+            raise UserError(f"{path} cannot be made, for {parent} is a file; choose another place")
+    except OSError as error:
+        raise UserError(f"{path} cannot be made ({error.strerror}); choose another place") from None
+    if not good:
+        raise UserError(f"{path} cannot be written: there is no permission for {parent}; choose another place")
+
+
+def sync(path: Path) -> None:
+    """A file, or the names in a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise UserError(f"{path} cannot be read ({reason}); restore it or start another run") from None
+
+
+class Run:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.trouble: OSError | None = None  # why rows are held back
+        self._held: dict[str, str] = {}  # rows by file that the disk would not take
+        self._lock = threading.RLock()
+
+    # -- what it is --
+
+    def settings(self) -> Settings | None:
+        """The settings it was started with; None if nothing was started here."""
+        file = self.path / "settings.yaml"
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, UnicodeDecodeError):
+            raise UserError(f"{file} cannot be read; restore it or choose another --out") from None
+        values = sections.load_yaml(text, str(file))
+        if not isinstance(values, dict):
+            raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
+        try:
+            return sections.build(Settings, values)
+        except UserError as error:
+            raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
+
+    @contextmanager
+    def lock(self, note: str = "") -> Iterator[None]:
+        """Only one program at a time works on a run; the lock goes with its process, however that ends.
+
+        `note` is written into the file of a lock that is new.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "ab", opener=_open_itself) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
+            except OSError:
+                pass  # a file system without locks
+            if note and not file.tell():
+                file.write(f"{note}\n".encode())
+                file.flush()
+            try:
+                yield
+            finally:
+                if [path.name for path in self.path.iterdir()] == [".lock"]:  # nothing came of it
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
+
+    def write_settings(self, settings: Settings) -> None:
+        text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomically(self.path / "settings.yaml", text.encode())
+
+    def add_provenance(self, facts: Mapping[str, Any]) -> None:
+        """One entry for each start: command, versions, commit, and the facts given."""
+        write_json(self.path / "provenance.json", [*self.starts(), provenance() | dict(facts)])
+
+    def starts(self) -> list[Any]:
+        """provenance.json"""
+        file = self.path / "provenance.json"
+        found = read_json(file) if file.exists() else []
+        if not isinstance(found, list):
+            raise UserError(f"{file} is not a list of starts; restore it or delete it")
+        return found
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "results.json").exists()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything in it that a new start would lose."""
+        return self.finished or bool(self.steps()) or any("loss" in row for row in self.rows("metrics.jsonl"))
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, ascending."""
+        found = []
+        for path in self.checkpoints.glob("step_*") if self.checkpoints.is_dir() else ():
+            number = path.name.removeprefix("step_")
+            if number.isascii() and number.isdecimal() and len(number) < 16 and (path / "manifest.json").exists():
+                found.append(int(number))
+        return sorted(found)
+
+    # -- what happened --
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Appends a row; one that the disk does not take is held back and written before the next."""
+        with self._lock:
+            self._held[name] = self._held.get(name, "") + json.dumps(row) + "\n"
+            try:
+                self._write_held()
+            except OSError as error:
+                self.trouble = error
+
+    def _write_held(self) -> None:
+        for name in list(self._held):
+            _append(self.path / name, self._held[name].encode())
+            del self._held[name]
+        self.trouble = None
+
+    def settle(self) -> None:
+        """All rows are on the disk when this returns."""
+        with self._lock:
+            self._write_held()
+        for path in self.path.glob("*.jsonl"):
+            sync(path)
+
+    def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
+        """Appends a row unless one of the same `key` is there, whichever process wrote it, or the disk is full."""
+        with suppress(OSError), open(self.path / name, "ab", opener=_open_itself) as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if all(there.get(key) != row[key] for there in self.rows(name)):
+                file.write((json.dumps(row) + "\n").encode())
+
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        """The rows of a .jsonl file; a last line that a crash cut short is left out."""
+        file = self.path / name
+        if not file.exists():
+            return
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
+
+    def cut(self, name: str, step: float) -> None:
+        """Drops the rows after a step, those that a resumed run will write again, and what is not a row.
+
+        So is the row that says where the run was stopped: a resumed run leaves the same rows as one without a stop.
+        """
+        rows = [row for row in self.rows(name) if _number(row.get("step", 0)) <= step and not row.get(STOPPED)]
+        if (self.path / name).exists():
+            write_atomically(self.path / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else float("inf")  # an int may be too large for a float
+
+
+def provenance() -> dict[str, Any]:
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "adclr": adclr.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this program's own source, with '+' if it was altered; None if it was installed from a wheel."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "runs.py")
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,242 @@
+"""All that a pretraining consists of while it runs, put together from settings and the last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adclr.config.sections import UserError
+from adclr.config.settings import Settings
+from adclr.data import stamps
+from adclr.data.augment import Views, render
+from adclr.data.decode import Decoder
+from adclr.data.draws import combine, epoch_order, key_of
+from adclr.data.feed import Batch, Feed
+from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.prefetch import Ahead
+from adclr.data.stamps import Stamps
+from adclr.data.views import Plan, plan
+from adclr.model.heads import ProjectionHead
+from adclr.model.method import ADCLR, Branch
+from adclr.system import distributed, machine
+from adclr.system.devices import autocast_dtype
+from adclr.system.runs import Run
+from adclr.training import checkpoint, continued, launch
+from adclr.training.launch import Launch
+from adclr.training.meter import Meter
+from adclr.training.schedules import Schedules, make_optimizer
+from adclr.training.sharding import Sharded
+from adclr.weights.backbone import Weights, architecture
+
+
+def build(settings: Settings) -> ADCLR:
+    """The method that settings describe, newly initialised from their seed."""
+    torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
+    method, shape = settings.method, architecture(settings)
+
+    def branch(drop_path: float) -> Branch:
+        head = ProjectionHead(
+            shape.dim,
+            method.num_prototypes,
+            method.head_hidden_dim,
+            method.head_bottleneck_dim,
+            method.train_gain,
+        )
+        return Branch(shape.build(drop_path, mask_token=settings.masked), head)
+
+    return ADCLR(
+        branch(settings.model.drop_path),
+        branch(0.0),
+        query_weight=method.query_weight,
+        masked_weight=method.masked_weight,
+        student_temperature=method.student_temperature,
+        center_momentum=method.center_momentum,
+        center=method.center,
+        target=method.target,
+        queries_in_local_views=method.queries_in_local_views,
+        anchored_queries=settings.num_anchored,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a pretraining consists of while it runs."""
+
+    settings: Settings
+    run: Run
+    method: ADCLR
+    optimizer: torch.optim.AdamW
+    state: checkpoint.State | None  # where it was resumed, if it was
+    schedules: Schedules
+    feed: Feed
+    device: torch.device
+    dtype: torch.dtype | None  # of autocast
+    micro_batch: int  # images at once in this process
+    meter: Meter
+    fingerprint: str  # of the collection
+    stamps: Stamps | None  # of its images, in the first process
+    init: str | None  # fingerprint of the weights that this start has read, if it has
+    sharded: Sharded | None = None
+
+    def teacher(self) -> Branch:
+        """Whole, as it is now, and always the same object; all processes must ask."""
+        return self.method.teacher if self.sharded is None else self.sharded.teacher()
+
+    @property
+    def accumulate(self) -> int:
+        return self.settings.train.batch_size // distributed.world_size() // self.micro_batch
+
+
+def assemble(launched: Launch, device: torch.device, before: int | None = None) -> Job:
+    """The job, resumed; from a checkpoint before a step if one is given."""
+    settings, source, run = launched.settings, launched.source, launched.run
+    method = build(settings).to(device)
+    dtype = autocast_dtype(settings.train.precision, device)
+    optimizer = make_optimizer(method.student, settings)
+    if before is None:
+        state = checkpoint.load(run, method, optimizer)
+    else:
+        state = checkpoint.load_before(before, run, method, optimizer)
+    data = settings.data
+    now = stamps.take(source, data.check, data.num_workers) if distributed.is_main() else None
+    if state is not None:
+        _check_resumable(launched, state, now)
+    init = continued.begin(method, settings) if state is None and settings.model.init else None
+
+    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
+
+    def quarantine(path: str, reason: str) -> None:
+        row = {"path": path, "reason": reason}
+        if distributed.world_size() > 1:
+            run.append_once("quarantine.jsonl", row, key="path")  # reads the file, so that no process repeats another
+        elif path not in listed:
+            run.append("quarantine.jsonl", row)
+
+    workers = settings.data.num_workers
+    feed = Feed(
+        source,
+        machine.cpu_share() if workers is None else workers,
+        decoder(settings),
+        settings.data.max_unreadable,
+        pin=device.type == "cuda",
+        on_unreadable=quarantine,
+        gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
+    )
+    feed.keep(settings.data.cache, device)
+    return Job(
+        settings=settings,
+        run=run,
+        method=method,
+        optimizer=optimizer,
+        state=state,
+        schedules=Schedules(settings, len(source) // settings.train.batch_size),
+        feed=feed,
+        device=device,
+        dtype=dtype,
+        micro_batch=_micro_batch(settings, state, method, device, dtype),
+        meter=Meter(device, settings.train.log_every_steps),
+        fingerprint=source.fingerprint(),
+        stamps=now,
+        init=init,
+    )
+
+
+def decoder(settings: Settings) -> Decoder:
+    data = settings.data
+    return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above, data.max_side)
+
+
+def _micro_batch(
+    settings: Settings, state: checkpoint.State | None, method: ADCLR, device: torch.device, dtype: torch.dtype | None
+) -> int:
+    """The one that is set; or that of the run so far, so that drop path draws the same; or the one that fits."""
+    if settings.train.micro_batch_size:
+        return settings.train.micro_batch_size
+    if state is not None and state.processes == distributed.world_size():
+        return state.micro_batch_size
+    local_batch = settings.train.batch_size // distributed.world_size()
+    images = fitted(method, settings, local_batch, device, dtype)
+    return int(distributed.min_(torch.tensor(float(images), device=device)).item())  # the same in every process
+
+
+def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | None) -> None:
+    root, run, settings = launched.source.root, launched.run, launched.settings
+    if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
+        raise UserError(
+            f"{root} does not hold the images that {run.path} was started with; "
+            "restore them or set data.allow_changed=true"
+        )
+    words = None if now is None or settings.data.allow_changed else launch.replaced(launched, now)
+    if words is not None:
+        raise UserError(f"{words} since {run.path} was started; restore what was there or set data.allow_changed=true")
+    steps = len(launched.source) // settings.train.batch_size
+    if state.steps_per_epoch != steps:
+        raise UserError(
+            f"{root} gives {steps} steps an epoch where {run.path} had {state.steps_per_epoch}, "
+            "so its schedules no longer fit; restore the images or choose another --out"
+        )
+    batch = settings.train.batch_size
+    if state.step > steps * settings.train.epochs or batch % (state.processes * state.micro_batch_size):
+        raise UserError(
+            f"{run.checkpoints}/step_{state.step} has {state.step} steps done by {state.processes} processes of "
+            f"{state.micro_batch_size} images at once, which its settings do not allow; delete it to go on from another"
+        )
+
+
+def order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices) of every micro-batch of this process, from a step on."""
+    local = job.settings.train.batch_size // distributed.world_size()
+    for epoch, batch in batches_of(job, start):
+        mine = batch[distributed.rank() * local :][:local]
+        for micro in range(0, local, job.micro_batch):
+            yield epoch, mine[micro : micro + job.micro_batch]
+
+
+def batches_of(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices) of every step from one on, over all processes."""
+    per_epoch, size = job.schedules.steps_per_epoch, job.settings.train.batch_size
+    for step in range(start, job.schedules.total_steps):
+        epoch, place = divmod(step, per_epoch)
+        if place == 0 or step == start:
+            shuffled = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
+        yield epoch, shuffled[place * size : (place + 1) * size]
+
+
+def keys_of(job: Job, step: int) -> list[str]:
+    """Of the images of a step, which is counted from 1."""
+    _, indices = next(batches_of(job, step - 1))
+    return [f"{key:016x}" for key in job.feed.source.keys[indices]]
+
+
+def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead[Views]:
+    """The views of each (epoch, indices)."""
+    data = job.settings.data
+    batches = job.feed.batches(order, lambda epoch, keys, sizes: plan(job.settings, epoch, keys, sizes))
+
+    def make(batch: Batch[Plan]) -> Views:
+        return render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
+
+    return Ahead(batches, make, job.device)
+
+
+def teacher(job: Job) -> Weights:
+    """As an evaluation takes it; all processes must ask."""
+    data = job.settings.data
+    return Weights(job.teacher().backbone, data.mean, data.std, data.max_value)
+
+
+def seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
+    """The views of each micro-batch of a step."""
+    for micro in range(job.accumulate):
+        seen = next(views)
+        torch.manual_seed(drop_path_seed(job.settings, step, micro))
+        yield seen
+
+
+def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
+    """Drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same."""
+    return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63

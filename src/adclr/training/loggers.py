@@ -1,0 +1,119 @@
+"""Where curves go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Each is an extra, imported on demand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+from adclr.config.sections import UserError, flatten
+from adclr.config.settings import Settings
+
+MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+REMEDY = {
+    "tensorboard": "leave it out of train.loggers",
+    "wandb": "run 'wandb login' or set WANDB_MODE=offline",
+    "mlflow": "check MLFLOW_TRACKING_URI",
+}
+
+
+class Logger(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def check(names: Sequence[str]) -> None:
+    """Says at once, before any work is done, which extra is missing."""
+    for name in names:
+        if importlib.util.find_spec(MODULES[name]) is None:
+            raise UserError(f"train.loggers names {name}, which is not installed; run: pip install 'adclr[{name}]'")
+
+
+def open_loggers(settings: Settings, run: Path, step: int) -> list[Logger]:
+    """The loggers of a run that starts or goes on at `step`."""
+    kinds: dict[str, Callable[[Settings, Path, int], Logger]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WandB,
+        "mlflow": MLflow,
+    }
+    made: list[Logger] = []
+    for name in settings.train.loggers:
+        try:
+            made.append(kinds[name](settings, run, step))
+        except Exception as error:  # of whatever kind the package has; it is about an account, a server or a disk
+            for logger in made:
+                logger.close()
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{name} cannot be logged to ({first}); {REMEDY[name]}") from None
+    return made
+
+
+class TensorBoard:
+    """RUN/tensorboard; look with: tensorboard --logdir RUN"""
+
+    def __init__(self, settings: Settings, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        del settings
+        self.writer: Any = SummaryWriter(run / "tensorboard", purge_step=step + 1 if step else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Project 'adclr' unless WANDB_PROJECT says otherwise; WANDB_MODE=offline keeps everything in RUN/wandb."""
+
+    def __init__(self, settings: Settings, run: Path, step: int) -> None:
+        import wandb
+
+        del step
+        self.run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "adclr"),
+            name=run.name,
+            id=blake2b(str(run.resolve()).encode(), digest_size=8).hexdigest(),  # a resumed run goes on in its curves
+            resume="allow",
+            dir=str(run),
+            config=settings.model_dump(mode="json"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """The server that MLFLOW_TRACKING_URI names, or else RUN/mlflow.db."""
+
+    def __init__(self, settings: Settings, run: Path, step: int) -> None:
+        import mlflow
+
+        self.client: Any = mlflow.MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run.resolve() / 'mlflow.db'}")
+        )
+        found = self.client.get_experiment_by_name("adclr")
+        experiment = found.experiment_id if found else self.client.create_experiment("adclr")
+        note = run / ".mlflow_run"
+        if step and note.exists():
+            self.id = note.read_text(encoding="utf-8")
+        else:
+            self.id = self.client.create_run(experiment, run_name=run.name).info.run_id
+            note.write_text(self.id, encoding="utf-8")
+            for name, value in flatten(settings.model_dump(mode="json")).items():
+                self.client.log_param(self.id, name, value)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.client.log_metric(self.id, name, value, step=step)
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)

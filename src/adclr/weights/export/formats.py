@@ -1,0 +1,307 @@
+"""The files of each format of `exporting`, and how the program that they are for reads them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from adclr.config.sections import UserError
+from adclr.config.settings import VIT_SIZES
+from adclr.model.vit import VisionTransformer
+from adclr.system.runs import write_atomically, write_json
+from adclr.weights.backbone import Description, Weights, architecture_of, load_weights, write_backbone
+from adclr.weights.export import onnx
+
+Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]  # images -> [CLS], patches
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written, and how it is used and tried."""
+
+    library: str
+    usage: str
+    reader: Callable[[], tuple[str, Outputs]]  # (program and its version, outputs); ImportError where it is not there
+    notes: tuple[str, ...] = ()
+    any_size: bool = True  # whether the program resamples positions as we do
+
+
+def _state(vit: VisionTransformer) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in vit.state_dict().items()}
+
+
+def _write(path: Path, state: dict[str, Tensor]) -> None:
+    """Not by safetensors' own `save_file`, whose files nobody else may read."""
+    write_atomically(path, save(state, metadata={"format": "pt"}))
+
+
+def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...]) -> tuple[str, ...]:
+    if vit.position_resampling in ways:
+        return ()
+    height, width = vit.input_size
+    return (
+        f"on images of another size than {height}x{width} pixels {program} resamples positions in another way, so that "
+        "outputs differ a little there",
+    )
+
+
+# -- safetensors --
+
+
+def _safetensors(weights: Weights, folder: Path) -> Made:
+    shape = architecture_of(weights.vit)
+    described = Description(architecture=shape, mean=weights.mean, std=weights.std, max_value=weights.max_value)
+    write_backbone(folder, _state(weights.vit), described)
+
+    def reader() -> tuple[str, Outputs]:
+        vit = load_weights(folder, show=False).vit
+        return "adclr", lambda images: vit(images)[:2]
+
+    usage = """
+```python
+import adclr
+
+vit = adclr.load("FOLDER")  # of this card
+tokens = vit(images)  # tokens.cls, tokens.patches
+```
+"""
+    return Made("adclr", usage, reader)
+
+
+# -- timm --
+
+
+def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
+    """The name and the other arguments with which `timm.create_model` makes the same ViT."""
+    shape = (vit.dim, vit.depth, vit.num_heads)
+    size = next((name for name, known in VIT_SIZES.items() if known == shape), None)
+    arguments: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
+    if size is None:
+        arguments |= {"embed_dim": vit.dim, "depth": vit.depth, "num_heads": vit.num_heads}
+    if vit.patch_size != 16:
+        arguments["patch_size"] = vit.patch_size
+    if vit.input_size != (224, 224):
+        arguments["img_size"] = list(vit.input_size)
+    if vit.num_channels != 3:
+        arguments["in_chans"] = vit.num_channels
+    if vit.layer_scale:
+        arguments["init_values"] = 1.0
+    if vit.num_registers:
+        arguments |= {"reg_tokens": vit.num_registers, "no_embed_class": True}
+    return f"vit_{size or 'tiny'}_patch16_224", arguments
+
+
+def _timm(weights: Weights, folder: Path) -> Made:
+    vit = weights.vit
+    name, arguments = timm_arguments(vit)
+    _write(folder / "model.safetensors", _state(vit))
+    odd_norm = vit.norm_eps != 1e-6
+    if not odd_norm:  # which timm's config.json cannot say
+        shown: dict[str, Any] = {
+            "input_size": [vit.num_channels, *vit.input_size],
+            "mean": weights.mean,
+            "std": weights.std,
+        }
+        shown |= {"interpolation": "bicubic", "crop_pct": 0.875, "num_classes": 0, "fixed_input_size": False}
+        shown |= {"first_conv": "patch_embed.proj", "classifier": "head"}
+        kept = {key: value for key, value in arguments.items() if key != "num_classes"}
+        values = {"architecture": name, "num_classes": 0, "num_features": vit.dim, "pretrained_cfg": shown}
+        write_json(folder / "config.json", values | {"model_args": kept})
+
+    def reader() -> tuple[str, Outputs]:
+        import timm
+
+        more: dict[str, Any] = {"norm_layer": partial(torch.nn.LayerNorm, eps=vit.norm_eps)} if odd_norm else {}
+        model: Any = timm.create_model(name, **arguments, **more).eval()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+
+        def outputs(images: Tensor) -> tuple[Tensor, Tensor]:
+            features = model.forward_features(images)
+            return features[:, 0], features[:, vit.num_prefix :]
+
+        return f"timm {timm.__version__}", outputs
+
+    said = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    norm = f", norm_layer=partial(torch.nn.LayerNorm, eps={vit.norm_eps!r})" if odd_norm else ""
+    first = "from functools import partial\n\nimport torch\n" if odd_norm else ""
+    short = (
+        '\n# or, of the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)' if not odd_norm else ""
+    )
+    usage = f"""
+```python
+{first}import timm
+from safetensors.torch import load_file
+
+model = timm.create_model("{name}"{said}{norm})
+model.load_state_dict(load_file("model.safetensors")){short}
+features = model.eval().forward_features(images)  # [CLS], {"registers, " if vit.num_registers else ""}then patches
+```
+"""
+    notes = _resampling_notes(vit, "timm", ("antialias",))
+    return Made("timm", usage, reader, notes, any_size=not notes)
+
+
+# -- Hugging Face --
+
+
+def huggingface_state(vit: VisionTransformer) -> dict[str, Tensor]:
+    """Under the names of Dinov2 (with registers); a LayerScale of 1 changes nothing."""
+    state = _state(vit)
+    positions = state["pos_embed"]
+    if not vit.positioned_prefix:
+        positions = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
+    found = {
+        "embeddings.cls_token": state["cls_token"],
+        "embeddings.mask_token": torch.zeros(1, vit.dim),
+        "embeddings.position_embeddings": positions,
+        "layernorm.weight": state["norm.weight"],
+        "layernorm.bias": state["norm.bias"],
+    }
+    if _with_registers(vit):
+        found["embeddings.register_tokens"] = state.get("reg_token", torch.zeros(1, 0, vit.dim))
+    for kind in ("weight", "bias"):
+        found[f"embeddings.patch_embeddings.projection.{kind}"] = state[f"patch_embed.proj.{kind}"]
+    for i in range(vit.depth):
+        ours, theirs = f"blocks.{i}.", f"encoder.layer.{i}."
+        for kind in ("weight", "bias"):
+            parts = state[f"{ours}attn.qkv.{kind}"].chunk(3)
+            for part, tensor in zip(("query", "key", "value"), parts, strict=True):
+                found[f"{theirs}attention.attention.{part}.{kind}"] = tensor.clone()
+            found[f"{theirs}attention.output.dense.{kind}"] = state[f"{ours}attn.proj.{kind}"]
+            for layer in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
+                found[f"{theirs}{layer}.{kind}"] = state[f"{ours}{layer}.{kind}"]
+        for number in (1, 2):
+            gamma = state.get(f"{ours}ls{number}.gamma", torch.ones(vit.dim))
+            found[f"{theirs}layer_scale{number}.lambda1"] = gamma
+    return found
+
+
+def _with_registers(vit: VisionTransformer) -> bool:
+    """Dinov2-with-registers antialiases, Dinov2 does not, and neither is bound to have registers."""
+    return bool(vit.num_registers) or vit.position_resampling == "antialias"
+
+
+def _huggingface(weights: Weights, folder: Path) -> Made:
+    vit = weights.vit
+    (height, width), registers = vit.input_size, _with_registers(vit)
+    if height != width:
+        raise UserError(f"Hugging Face's positions are square, not of {height}x{width} pixels; say --input-size")
+    kind, name = ("dinov2_with_registers", "Dinov2WithRegistersModel") if registers else ("dinov2", "Dinov2Model")
+    values: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": kind,
+        "hidden_size": vit.dim,
+        "num_hidden_layers": vit.depth,
+        "num_attention_heads": vit.num_heads,
+        "mlp_ratio": 4,
+        "hidden_act": "gelu",
+        "layer_norm_eps": vit.norm_eps,
+        "image_size": height,
+        "patch_size": vit.patch_size,
+        "num_channels": vit.num_channels,
+        "qkv_bias": True,
+        "layerscale_value": 1.0,
+        "use_swiglu_ffn": False,
+        "dtype": "float32",
+    }
+    _write(folder / "model.safetensors", huggingface_state(vit))
+    write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
+    notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
+    pictures = vit.num_channels == 3 and weights.max_value is None
+    write_json(folder / "preprocessor_config.json", _preprocessor(weights))
+
+    def reader() -> tuple[str, Outputs]:
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model: Any = getattr(transformers, name).from_pretrained(folder).eval()
+        logging.enable_progress_bar()
+
+        def outputs(images: Tensor) -> tuple[Tensor, Tensor]:
+            features = model(pixel_values=images).last_hidden_state
+            return features[:, 0], features[:, vit.num_prefix :]
+
+        return f"transformers {transformers.__version__}", outputs
+
+    if pictures:
+        usage = (
+            'processor = AutoImageProcessor.from_pretrained("FOLDER")\npixels = processor(image, return_tensors="pt")'
+        )
+    else:
+        usage = 'pixels = {"pixel_values": images}'
+    usage = f"""
+```python
+from transformers import {"AutoImageProcessor, " if pictures else ""}AutoModel
+
+model = AutoModel.from_pretrained("FOLDER")  # of this card
+{usage}
+features = model(**pixels).last_hidden_state  # [CLS], {"registers, " if vit.num_registers else ""}then patches
+```
+"""
+    return Made("transformers", usage, reader, tuple(notes), any_size=not notes)
+
+
+def _preprocessor(weights: Weights) -> dict[str, Any]:
+    """As our evaluations prepare images: shorter side to 256/224 of the input, then the centre."""
+    side = weights.vit.input_size[0]
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": weights.vit.num_channels == 3,
+        "do_resize": True,
+        "size": {"shortest_edge": round(side * 256 / 224)},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": weights.mean,
+        "image_std": weights.std,
+    }
+
+
+# -- ONNX --
+
+
+def _onnx(weights: Weights, folder: Path) -> Made:
+    file = folder / "model.onnx"
+    print("writing ONNX, which takes some seconds", file=sys.stderr)
+    onnx.write(weights.vit, file)
+
+    def reader() -> tuple[str, Outputs]:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+        def outputs(images: Tensor) -> tuple[Tensor, Tensor]:
+            cls, patches = session.run(["cls", "patches"], {"images": images.numpy()})
+            return torch.from_numpy(cls), torch.from_numpy(patches)
+
+        return f"onnxruntime {onnxruntime.__version__}", outputs
+
+    usage = """
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+cls, patches = session.run(["cls", "patches"], {"images": images})  # float32, any batch, height and width
+```
+"""
+    return Made("onnx", usage, reader)
+
+
+WRITERS: dict[str, Callable[[Weights, Path], Made]] = {
+    "timm": _timm,
+    "huggingface": _huggingface,
+    "onnx": _onnx,
+    "safetensors": _safetensors,
+}

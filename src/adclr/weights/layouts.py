@@ -1,0 +1,261 @@
+"""How others name the tensors of a ViT, and what is theirs under our names, which are timm's.
+
+Known: DINO, iBOT, DINOv2 (with and without registers), MAE, timm, and Hugging Face's ViT, ViT-MAE, ViT-MSN, Dinov2 and
+Dinov2-with-registers. All compute the same function; they differ in names, in which tokens have a position, and in how
+positions are resampled when images are of another size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adclr.config.sections import UserError
+from adclr.model.vit import PositionResampling
+
+# The one tensor every layout has: where it is named so, the backbone begins.
+PLAIN_ANCHOR, HF_ANCHOR = "patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"
+
+# Heads, decoders and tokens of training: no part of the backbone. Any other name that is not known is a refusal.
+EXTRA = re.compile(
+    r"(head|heads|head_dist|dino_head|ibot_head|koleo_head|fc|fc_norm|pre_logits|classifier|pooler|attn_pool"
+    r"|mask_token|masked_embed|embeddings\.mask_token|decoder\w*)(\.|$)"
+)
+
+PLAIN_NAMES = (
+    (r"blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # DINOv2 trains with its blocks in chunks, numbered through
+    (r"\.gamma_([12])$", r".ls\1.gamma"),  # iBOT, DeiT III
+    (r"register_tokens$", "reg_token"),
+)
+HF_NAMES = (
+    (r"embeddings\.cls_token$", "cls_token"),
+    (r"embeddings\.position_embeddings$", "pos_embed"),
+    (r"embeddings\.register_tokens$", "reg_token"),
+    (r"embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.(?:attention\.query|q_proj)\.", ".attn.q."),
+    (r"\.attention\.(?:attention\.key|k_proj)\.", ".attn.k."),
+    (r"\.attention\.(?:attention\.value|v_proj)\.", ".attn.v."),
+    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.(?:norm1|layernorm_before)\.", ".norm1."),
+    (r"\.(?:norm2|layernorm_after)\.", ".norm2."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"layernorm\.", "norm."),
+)
+SWIGLU = re.compile(r"\.mlp\.(w12|w3|weights_in|weights_out|gate_proj)\.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Whose names they are, and how positions are resampled there."""
+
+    name: str
+    resampling: PositionResampling
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tensors under our names."""
+
+    state: dict[str, Tensor]
+    layout: Layout
+    origin: dict[str, tuple[str, ...]] = field(default_factory=dict)  # our name -> their names
+    left: tuple[str, ...] = ()  # theirs that are no part of a backbone
+    unknown: tuple[str, ...] = ()  # theirs that may be
+
+
+def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) -> Named:
+    """Finds the backbone in tensors of any known layout; `hints` are words that tell whose it is."""
+    prefix, anchor = _beginning(tensors, path)
+    inside = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    swiglu = next((key for key in inside if SWIGLU.search(key)), None)
+    if swiglu:
+        raise UserError(f"{path} has a SwiGLU ({inside[swiglu]}), which this ViT has not; use weights with a plain MLP")
+    names = PLAIN_NAMES if anchor == PLAIN_ANCHOR else HF_NAMES
+    state: dict[str, Tensor] = {}
+    origin: dict[str, tuple[str, ...]] = {}
+    left = [key for key in tensors if not key.startswith(prefix)]
+    for inner, full in inside.items():
+        if EXTRA.match(inner):
+            left.append(full)
+            continue
+        ours = _renamed(inner, names)
+        if ours in state:
+            raise UserError(f"{path} has {ours} twice, as {origin[ours][0]} and as {full}; it is no state of a ViT")
+        state[ours], origin[ours] = tensors[full], (full,)
+    _join_qkv(state, origin)
+    layout = _layout(anchor, set(inside), state, hints)
+    if "reg_token" in state and state["reg_token"].shape[:2] == (1, 0):  # a layout with registers, a ViT without
+        del state["reg_token"]
+        left += origin.pop("reg_token")
+    unknown = [key for key in state if not _ours(key)]
+    return Named(
+        {key: _numbers(origin[key][0], state[key], path) for key in state if key not in unknown},
+        layout,
+        {key: full for key, full in origin.items() if key not in unknown},
+        tuple(left),
+        tuple(full for key in unknown for full in origin[key]),
+    )
+
+
+def _numbers(key: str, tensor: Tensor, path: str) -> Tensor:
+    """In float32, and each of them a number."""
+    found = tensor.float() if tensor.is_floating_point() else None
+    if found is None or not found.isfinite().all():
+        raise UserError(f"{path} holds numbers that are not finite in {key}; these weights are of no use")
+    if key.endswith(("reg_token", "register_tokens", "cls_token")) and (found.dim() != 3 or found.shape[0] != 1):
+        raise UserError(f"{path} has {key} of shape {tuple(found.shape)}, not 1 x tokens x width; restore it")
+    return found
+
+
+def _renamed(inner: str, names: Iterable[tuple[str, str]]) -> str:
+    for pattern, ours in names:
+        # a pattern that begins with a dot is for a part of the name, the others for its beginning
+        inner = re.sub(pattern if pattern.startswith(r"\.") else "^" + pattern, ours, inner)
+    return inner
+
+
+def _ours(key: str) -> bool:
+    inner = r"norm[12]\.(weight|bias)|attn\.(qkv|proj)\.(weight|bias)|mlp\.fc[12]\.(weight|bias)|ls[12]\.gamma"
+    outer = r"cls_token|reg_token|pos_embed|patch_embed\.proj\.(weight|bias)|norm\.(weight|bias)"
+    return re.fullmatch(rf"{outer}|blocks\.\d+\.({inner})", key) is not None
+
+
+def _beginning(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
+    """(what stands before every name of the backbone, the name it was found by)"""
+    found = [
+        (key[: -len(anchor)], anchor)
+        for key in tensors
+        for anchor in (PLAIN_ANCHOR, HF_ANCHOR)
+        if key == anchor or key.endswith("." + anchor)
+    ]
+    # of a model that holds student and teacher
+    teachers = [(prefix, anchor) for prefix, anchor in found if "teacher" in prefix]
+    chosen = teachers if len(found) > 1 else found
+    if len(chosen) != 1:
+        what = f"several {PLAIN_ANCHOR}" if found else f"no {PLAIN_ANCHOR}"
+        raise UserError(f"{path} holds {what}, so it is not the state of one ViT; docs/weights.md lists what is taken")
+    return chosen[0]
+
+
+def _join_qkv(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> None:
+    """Hugging Face keeps queries, keys and values apart."""
+    for first in [key for key in state if re.search(r"\.attn\.q\.(weight|bias)$", key)]:
+        parts = [first.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
+        shapes = {state[part].shape for part in parts if part in state}
+        if all(part in state for part in parts) and len(shapes) == 1 and () not in shapes:
+            joined = first.replace(".attn.q.", ".attn.qkv.")
+            origin[joined] = tuple(full for part in parts for full in origin.pop(part))
+            state[joined] = torch.cat([state.pop(part) for part in parts])
+
+
+def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: Iterable[str]) -> Layout:
+    """By what only one of them has; DINO's, iBOT's and MAE's bare backbones have nothing, so other signs count too."""
+    scaled = "blocks.0.ls1.gamma" in state
+    said = " ".join(hints).lower()
+    if anchor == HF_ANCHOR:
+        if "embeddings.register_tokens" in names:
+            return Layout("Hugging Face Dinov2 with registers", "antialias")
+        return Layout("Hugging Face Dinov2" if scaled else "Hugging Face ViT", "plain")
+    if "register_tokens" in names:
+        return Layout("DINOv2 with registers", "antialias")
+    if "mask_token" in names and scaled:
+        return Layout("DINOv2", "offset")
+    if any(key.startswith("decoder_") for key in names) or _sine_positions(state.get("pos_embed")):
+        return Layout("MAE", "plain")
+    if "masked_embed" in names or "ibot" in said:
+        return Layout("iBOT", "offset")
+    if ("dino" in said or "teacher" in said) and "reg_token" not in names:
+        return Layout("DINO", "offset")
+    return Layout("timm", "antialias")
+
+
+def _sine_positions(positions: Tensor | None) -> bool:
+    """MAE's are fixed: none for [CLS], and sines and cosines of 0 for the first patch."""
+    if positions is None or positions.dim() != 3 or positions.shape[1] < 2 or positions.shape[2] % 4:
+        return False
+    zeros_ones = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(positions.shape[2] // 4)
+    first_two = torch.stack([torch.zeros_like(zeros_ones), zeros_ones])
+    return torch.allclose(positions[0, :2].float(), first_two, atol=1e-4)
+
+
+def shape(named: Named, said: set[str], path: str) -> dict[str, Any]:
+    """The arguments of `VisionTransformer` that these tensors show, but for those that are said otherwise."""
+    state = named.state
+    kernel = state[PLAIN_ANCHOR]
+    if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3]:
+        raise UserError(f"{path} has {PLAIN_ANCHOR} of shape {tuple(kernel.shape)}, not that of square patches")
+    dim, patch_size = kernel.shape[0], kernel.shape[2]
+    blocks = {key.split(".")[1] for key in state if key.startswith("blocks.")}
+    found: dict[str, Any] = {
+        "dim": dim,
+        "depth": len(blocks) or 1,
+        "patch_size": patch_size,
+        "num_channels": kernel.shape[1],
+        "num_registers": state["reg_token"].shape[1] if "reg_token" in state else 0,
+        "layer_scale": 1.0 if any(key.endswith(".ls1.gamma") for key in state) else None,
+        "position_resampling": named.layout.resampling,
+    }
+    if "num_heads" not in said:
+        # 64 channels each but for ViT-H
+        found["num_heads"] = 16 if dim == 1280 else max(1, dim // 64)
+        if dim % 64:
+            raise UserError(
+                f"the number of heads of {path} cannot be told from its width {dim}; "
+                'write {"architecture": {"num_heads": H}} into a .json of the same name beside it'
+            )
+    if "input_size" not in said:
+        side = math.isqrt(_count(named, path, None)[1]) if "pos_embed" in state else 14
+        found["input_size"] = (side * patch_size, side * patch_size)
+    return found
+
+
+def _count(named: Named, path: str, grid: tuple[int, int] | None) -> tuple[int, int]:
+    """(positions of tokens that are no patches, positions of patches)"""
+    positions = named.state["pos_embed"]
+    if positions.dim() != 3 or positions.shape[0] != 1:
+        raise UserError(
+            f"{path} has pos_embed of shape {tuple(positions.shape)}, not 1 x positions x width; restore it"
+        )
+    total = positions.shape[1]
+    registers = named.state["reg_token"].shape[1] if "reg_token" in named.state else 0
+    # timm's have none for the others, or one for each; those that DINOv2 trained have one, for [CLS]
+    for others in dict.fromkeys((0, 1 + registers, 1) if registers and "timm" in named.layout.name else (1, 0)):
+        patches = total - others
+        if patches > 0 and (patches == grid[0] * grid[1] if grid else math.isqrt(patches) ** 2 == patches):
+            return others, patches
+    wanted = f"the {grid[0]}x{grid[1]} patches it is said to have" if grid else "a square image"
+    raise UserError(
+        f"{path} has {total} positions, which are not those of {wanted}; "
+        "say its input_size in a .json of the same name beside it, or use another"
+    )
+
+
+def place(named: Named, grid: tuple[int, int], path: str) -> Named:
+    """Positions as ours: one for [CLS] and each patch, or with registers for patches alone.
+
+    A position is added to its token, so where ours has none it is added into the token, and where ours has one and
+    theirs has none it is 0: the sums are the same.
+    """
+    state = dict(named.state)
+    if "pos_embed" not in state or "cls_token" not in state:
+        return named
+    others, _ = _count(named, path, grid)
+    prefix, patches = state["pos_embed"][:, :others], state["pos_embed"][:, others:]
+    if "reg_token" in state:
+        state["pos_embed"] = patches
+        if others:
+            state["cls_token"] = state["cls_token"] + prefix[:, :1]
+        if others > 1:
+            state["reg_token"] = state["reg_token"] + prefix[:, 1:]
+    elif not others:
+        state["pos_embed"] = torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
+    return replace(named, state=state)

@@ -1,0 +1,101 @@
+"""Files of tensors from anywhere, read as data: safetensors, and torch files of which only tensors are unpickled.
+
+What a file claims is checked before memory is taken for it. Nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from adclr.config.sections import UserError
+
+ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # how torch files begin, since torch 1.6 and before
+
+
+def kind_of(path: Path) -> Literal["safetensors", "torch", "other"]:
+    """By its first bytes, whatever it is called."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if head[8:] == b"{":  # after the length of the header, 8 bytes
+        return "safetensors"
+    return "torch" if head.startswith((ZIP, PICKLE)) else "other"
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file."""
+    try:
+        with open(path, "rb"):  # safetensors says of a file that may not be read that it is not there
+            return load_file(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}); restore it or use another") from None
+
+
+def read_torch(path: Path) -> Any:
+    """A torch file: tensors, plain containers, and the argparse.Namespace that DINO's files hold; no other type."""
+    try:
+        _check_archive(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # what other packages have allowed in this process is not allowed here
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except Exception as error:  # a damaged file fails anywhere in the reader, in a dozen ways
+        raise _refused(path, str(error)) from None
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+
+
+def _check_archive(path: Path) -> None:
+    """torch does not compress: an entry that unpacks to more than it takes in the file is not torch's."""
+    with open(path, "rb") as file:
+        if file.read(4) != ZIP:
+            return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            honest = all(entry.file_size == entry.compress_size for entry in archive.infolist())
+    except (ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
+        raise _refused(path, "") from None
+    if not honest:
+        raise UserError(f"{path} is compressed, which torch's own files are not; restore it or use another")
+
+
+def _refused(path: Path, error: str) -> UserError:
+    asked = re.search(r"GLOBAL ([\w.]+)", error)
+    if asked:
+        return UserError(
+            f"{path} wants {asked[1]} to be loaded, which is not data, so nothing of it was; "
+            "use a file of tensors alone, best a .safetensors"
+        )
+    return UserError(f"{path} is not a whole torch file of tensors; restore it or use another")
+
+
+def plain(name: str, value: Tensor, path: str) -> Tensor:
+    """Refuses a tensor that is not simply numbers in memory; one of stride 0 can claim more than there is."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.device.type != "cpu" or value.layout != torch.strided:
+        raise UserError(f"{path} holds {name} without its numbers; use a file of plain tensors")
+    if value.is_quantized or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise UserError(f"{path} holds fewer numbers than {name} of shape {tuple(value.shape)} has; restore it")
+    return value.detach()
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read ({error.strerror or error}); check it and its permissions")
