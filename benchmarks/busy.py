@@ -23,7 +23,8 @@ from pathlib import Path
 
 from adclr.data.sets import scenes
 from adclr.system import machine
-from adclr.system.runs import Run, provenance, write_json
+from adclr.system.files import write_json
+from adclr.system.runs import Run, provenance
 
 BATCH = 32
 EPOCHS = 50_000  # longer than any measurement: a run is ended when it has been measured

@@ -30,7 +30,8 @@ from adclr.data.sets import scenes
 from adclr.data.views import plan
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import devices
-from adclr.system.runs import provenance, write_json
+from adclr.system.files import write_json
+from adclr.system.runs import provenance
 from adclr.training import job
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.training.speed import prepare, ready

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from adclr.config.settings import Settings
+from adclr.model import optim
 from adclr.model.method import ADCLR
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import Input, Tokens, VisionTransformer
 from adclr.system import devices
-from adclr.system.runs import provenance, write_json
+from adclr.system.files import write_json
+from adclr.system.runs import provenance
 from adclr.training import job, micro_batch, schedules
 from adclr.training.speed import prepare, ready
 from adclr.training.step import Step, seconds
@@ -127,7 +129,7 @@ def of_adamw() -> list[Patch]:
 
 
 def of_clipping() -> list[Patch]:
-    return [by_parameter(schedules, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
+    return [by_parameter(optim, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
 
 
 def of_mean() -> list[Patch]:

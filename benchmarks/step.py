@@ -28,7 +28,8 @@ from plain_dino import PlainDino
 from adclr.config import sections
 from adclr.config.settings import Settings
 from adclr.system import devices
-from adclr.system.runs import provenance, write_json
+from adclr.system.files import write_json
+from adclr.system.runs import provenance
 from adclr.training import job, micro_batch, plan_cost, schedules
 from adclr.training.speed import prepare, ready, repeatable
 from adclr.training.step import Step, seconds

@@ -19,7 +19,7 @@ from adclr.features import analysis, pictures, visualize
 from adclr.features.analysis import Box
 from adclr.features.pictures import Cell
 from adclr.system import outputs
-from adclr.system.runs import check_writable
+from adclr.system.files import check_writable
 from adclr.training import launch, loop
 from adclr.weights.backbone import Weights, load_weights
 

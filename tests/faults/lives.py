@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from adclr.model import optim
 from adclr.model.method import ADCLR
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, schedules
-from adclr.weights import manifest
+from adclr.weights import snapshot
 from tiny import THREADS, TINY, tiny, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
@@ -104,7 +105,7 @@ def made() -> tuple[ADCLR, torch.optim.AdamW]:
     optimizer = schedules.make_optimizer(method.student, settings)
     for parameter in method.student.parameters():
         parameter.grad = torch.ones_like(parameter)
-    schedules.update(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
+    optim.update(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
     return method, optimizer
 
 
@@ -114,9 +115,9 @@ def state(step: int) -> checkpoint.State:
 
 def newest(run: Path) -> int | None:
     """The step of the newest checkpoint; that none is damaged and that `latest` is whole is asserted."""
-    found = manifest.newest(Run(run), checkpoint.NAMES)
+    found = snapshot.newest(Run(run), checkpoint.NAMES)
     assert found.damaged == {}
     latest = run / "checkpoints" / "latest"
     if latest.is_symlink():
-        assert manifest.damage(latest, checkpoint.NAMES) is None
+        assert snapshot.damage(latest, checkpoint.NAMES) is None
     return found.step

@@ -30,7 +30,7 @@ from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, launch, schedules
-from adclr.weights import manifest
+from adclr.weights import snapshot
 from tiny import TINY, tiny
 
 CANARY = "touched"
@@ -176,7 +176,7 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
     run = tmp_path / "run"
     shutil.copytree(made, run, symlinks=True)
     (run / file).write_bytes(make(tmp_path / CANARY))
-    if file.startswith(STEP) and not file.endswith(manifest.NAME):
+    if file.startswith(STEP) and not file.endswith(snapshot.MANIFEST):
         vouch(run / STEP)
     outside = everything_below(tmp_path) - {f"run/{name}" for name in everything_below(run)}
     attempts: list[Callable[[], object]] = [
@@ -198,8 +198,8 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
 
 def vouch(folder: Path) -> None:
     """Makes the manifest say that all is as it was written, so that what reads the files behind it is met."""
-    told = {name: manifest.facts(folder / name) for name in checkpoint.NAMES}
-    (folder / manifest.NAME).write_text(json.dumps(told))
+    told = {name: snapshot.facts(folder / name) for name in checkpoint.NAMES}
+    (folder / snapshot.MANIFEST).write_text(json.dumps(told))
 
 
 def unfinish(run: Path) -> None:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import adclr as package
-from adclr.config import auto
 from adclr.config.sections import UserError
+from adclr.data import collection
 from adclr.data import feed as feeds
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
 from adclr.data.views import plan
-from adclr.system import workers
-from adclr.system.workers import Stuck, Workers, result
+from adclr.system import threads
+from adclr.system.threads import Stuck, Workers, result
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}
@@ -86,10 +86,10 @@ def test_decoding_into_memory_does_not_wait_for_ever(images: Path, tmp_path: Pat
 
 def test_choosing_a_recipe_does_not_wait_for_ever(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, release = ImageFolder(images / "train"), threading.Event()
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(source, "read", lambda _: bytes(release.wait()))
     with pytest.raises(Stuck):
-        auto.median_side(source)
+        collection.median_side(source)
     release.set()
 
 
@@ -122,7 +122,7 @@ def test_no_memory_for_a_moment_costs_nothing_and_for_longer_ends_the_run(
 
 
 def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
     with Workers(2, "slow") as slow:
         futures = [slow.submit(time.sleep, 0.2) for _ in range(10)]
         result(futures[-1], slow)  # comes after a second

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr.system.runs import Run, read_json
+from adclr.system.files import read_json
+from adclr.system.runs import Run
 from adclr.training import job, micro_batch, schedules
 from adclr.training.step import Step
 from tiny import TINY, tiny

@@ -25,7 +25,7 @@ from adclr.config.sections import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint
 from adclr.training.checkpoint_writer import Writer
-from adclr.weights import manifest, snapshot
+from adclr.weights import snapshot
 from tiny import TINY, tiny
 
 CALLS = ("write", "fsync", "rename", "replace", "mkdir", "symlink", "unlink", "rmdir")
@@ -97,7 +97,7 @@ def test_the_file_is_what_safetensors_writes(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
     assert told["bytes"] == (tmp_path / "x.safetensors").stat().st_size
-    assert told == manifest.facts(tmp_path / "x.safetensors")
+    assert told == snapshot.facts(tmp_path / "x.safetensors")
     theirs = standard({name: tensor.contiguous() for name, tensor in tensors.items()})
     assert len(theirs) == told["bytes"]
 

@@ -12,6 +12,7 @@ import torch
 from on_gpu import CUDA, write_scenes
 from PIL import Image
 from safetensors.torch import load_file
+from test_reader import picture
 
 import adclr as package
 from adclr.data import augment
@@ -21,7 +22,6 @@ from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import Images, centre, whole
 from adclr.weights.backbone import architecture, save_backbone
-from test_images import picture
 from tiny import TINY, tiny
 
 pytestmark = pytest.mark.gpu

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-
 import test_attention
-import test_fused
-import test_kernels
+import test_augment_kernels
+import test_head_loss
 import test_mlp
 import test_norm
 import test_nvjpeg
+
 from adclr.system import devices, triton_available
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +33,8 @@ def test_they_are_possible_here() -> None:
 
 
 TestAttention = gathered(test_attention)
-TestFused = gathered(test_fused)
-TestKernels = gathered(test_kernels)
+TestHeadLoss = gathered(test_head_loss)
+TestAugmentKernels = gathered(test_augment_kernels)
 TestMlp = gathered(test_mlp)
 TestNorm = gathered(test_norm)
 TestNvjpeg = gathered(test_nvjpeg)

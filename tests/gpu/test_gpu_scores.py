@@ -11,8 +11,7 @@ import torch
 from on_gpu import CUDA, images_of
 
 from adclr.data.augment import crop, pack
-from adclr.data.boxes import crop_boxes
-from adclr.data.draws import Draws
+from adclr.data.draws import Draws, crop_boxes
 from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune, linear
 from adclr.evals.mixing import Eraser

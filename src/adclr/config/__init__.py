@@ -1,1 +1,1 @@
-"""TODO"""
+"""Settings, recipes and the automatic choice of a recipe: pydantic and YAML only, no torch."""

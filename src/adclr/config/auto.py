@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from adclr.config.sections import UserError
-from adclr.data.decode import Unreadable, size_of
-from adclr.data.sources import Source
-from adclr.system.workers import Workers, result
-
-SAMPLE = 200  # images whose headers are read
 SMALL_COLLECTION = 100_000  # images; below, ImageNet's schedules are too short in steps
 LARGE_COLLECTION = 1_000_000
 STEPS = 30_000  # about what a small collection is trained for: 200 epochs of 10 000 images in batches of 64
@@ -30,34 +21,6 @@ class Choice:
     recipe: str
     settings: dict[str, Any]
     reasons: list[str]
-
-
-def median_side(source: Source) -> int:
-    """The median of the shorter sides of up to 200 images, spread over the collection."""
-
-    def side(index: int) -> int | None:
-        try:
-            return min(size_of(source.read(index)))
-        except (Unreadable, OSError):
-            return None
-
-    chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
-    with Workers(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
-        found = [result(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
-    sides = [length for length in found if length is not None]
-    if not sides:
-        tried = min(SAMPLE, len(source))
-        raise UserError(f"none of the {tried} images of {source.root} that were tried can be read; are they images?")
-    return int(statistics.median(sides))
-
-
-def gpu_bytes(device: str) -> int | None:
-    """The memory of the GPU that would be used; None if that is the CPU."""
-    import torch
-
-    if device == "cpu" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def choose(num_images: int, side: int, memory: int | None) -> Choice:
@@ -122,7 +85,3 @@ def _length(num_images: int, batch: int, epochs: int) -> tuple[dict[str, Any], s
     """Settings of a run so long, and the reason for people."""
     settings = {"train.batch_size": batch, "train.epochs": epochs, "optim.warmup_epochs": max(1, epochs // 20)}
     return settings, f"batch {batch}, {epochs} epochs: about {epochs * max(1, num_images // batch)} steps"
-
-
-def choose_for(source: Source, device: str) -> Choice:
-    return choose(len(source), median_side(source), gpu_bytes(device))

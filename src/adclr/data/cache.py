@@ -18,8 +18,7 @@ from adclr.config.sections import UserError
 from adclr.data.augment import Packed, pack
 from adclr.data.decode import Pixels
 from adclr.system.progress import Line
-from adclr.system.threads import in_order
-from adclr.system.workers import Workers, result
+from adclr.system.threads import Workers, in_order, result
 
 Mode = Literal["auto", "off", "ram", "gpu"]
 Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read

@@ -5,14 +5,20 @@ from __future__ import annotations
 import glob
 import os
 import re
+import statistics
 from pathlib import Path
 
+import numpy as np
+
+from adclr.config.auto import Choice, choose
 from adclr.config.sections import UserError
-from adclr.data import listing
+from adclr.data import sources
+from adclr.data.decode import Unreadable, size_of
 from adclr.data.huggingface import HuggingFace
-from adclr.data.listing import Listing
 from adclr.data.shards import TarShards
-from adclr.data.sources import FileList, ImageFolder, Source, index_folder
+from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder
+from adclr.system.machine import gpu_bytes
+from adclr.system.threads import Workers, result
 
 LISTS = (".txt", ".lst", ".list")
 
@@ -47,7 +53,7 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
 
 
 def _known(index: Path | None) -> Listing | None:
-    found = None if index is None else listing.load(index)
+    found = None if index is None else sources.load_listing(index)
     return found if found is not None and found.current() else None
 
 
@@ -65,3 +71,38 @@ def expand(pattern: str) -> list[str]:
     if not paths:
         raise UserError(f"no file is named as {pattern}; check the pattern")
     return paths
+
+
+SAMPLE = 200  # images whose headers are read
+
+
+def median_side(source: Source) -> int:
+    """The median of the shorter sides of up to 200 images, spread over the collection."""
+
+    def side(index: int) -> int | None:
+        try:
+            return min(size_of(source.read(index)))
+        except (Unreadable, OSError):
+            return None
+
+    chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
+    with Workers(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
+        found = [result(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
+    sides = [length for length in found if length is not None]
+    if not sides:
+        tried = min(SAMPLE, len(source))
+        raise UserError(f"none of the {tried} images of {source.root} that were tried can be read; are they images?")
+    return int(statistics.median(sides))
+
+
+def choose_for(source: Source, device: str) -> Choice:
+    return choose(len(source), median_side(source), gpu_bytes(device))
+
+
+def check_apart(out: Path, source: Source, option: str = "--out") -> None:
+    """Refuses a folder in which the images of a collection are searched for, or one below it."""
+    if source.holds(out):
+        raise UserError(
+            f"{out} lies in the collection {source.root}, where what is written would be taken for images; "
+            f"choose another {option}"
+        )

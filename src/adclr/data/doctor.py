@@ -21,16 +21,17 @@ from pydantic import Field
 from adclr.config import auto
 from adclr.config.sections import Count, Section, UserError
 from adclr.config.settings import Data
+from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
 from adclr.data.shards import TarShards
 from adclr.data.sources import Source, reason_of
-from adclr.system import outputs
+from adclr.system import machine, outputs
+from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
-from adclr.system.runs import check_writable, provenance, write_atomically, write_json
-from adclr.system.text import printable
-from adclr.training.plan_text import size
+from adclr.system.runs import provenance
+from adclr.system.text import format_size, printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
@@ -286,7 +287,7 @@ def _advice_on_bands(data: str, found: Sequence[Finding], num_channels: int) -> 
 def describe(report: dict[str, Any]) -> str:
     """The report as text."""
     lines = [
-        f"{report['images']} images, {size(report['gigabytes'])}; {report['readable']} can be read",
+        f"{report['images']} images, {format_size(report['gigabytes'])}; {report['readable']} can be read",
         "formats: " + (", ".join(f"{name} {count}" for name, count in report["formats"].items()) or "none"),
         "modes:   " + (", ".join(f"{name} {count}" for name, count in report["modes"].items()) or "none"),
     ]
@@ -333,11 +334,11 @@ def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> di
     files = [out / name for name in ("doctor.json", "doctor.txt", "contact_sheet.png")]
     outputs.check("doctor", files, overwrite, record=files[0])
     source = open_source(data, allow_damaged=True)
-    outputs.check_apart(out, source)
+    collection.check_apart(out, source)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
     workers = settings.num_workers or cpu_count()
     found = list(track(examined(source, decoder, workers), "examining", len(source)))
-    report = diagnose(str(data), source, found, settings, auto.gpu_bytes("auto"))
+    report = diagnose(str(data), source, found, settings, machine.gpu_bytes("auto"))
     text = describe(report)
     print(text)
     sheet = contact_sheet(source, found, decoder)

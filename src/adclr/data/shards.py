@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from adclr.config.sections import UserError
-from adclr.data.listing import Facts, Listing, fact
-from adclr.data.sources import SUFFIXES, Items, is_searched
+from adclr.data.sources import SUFFIXES, Facts, Items, Listing, fact, is_searched
 from adclr.system.progress import Tally
 
 LONGEST_LABEL = 256  # bytes of a .cls file

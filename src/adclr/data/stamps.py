@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from adclr.data.draws import Words
 from adclr.data.sources import Source
+from adclr.system.files import write_atomically
 from adclr.system.progress import track
-from adclr.system.runs import write_atomically
 
 Check = Literal["time", "content"]
 TOGETHER = 256  # images that a thread asks for at once

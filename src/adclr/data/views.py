@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
-from adclr.data.boxes import TRIES, crop_boxes
-from adclr.data.draws import Draws, Words
+from adclr.data.draws import TRIES, Draws, Words, crop_boxes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -21,7 +21,8 @@ from adclr.data.sources import is_searched
 from adclr.evals import wording
 from adclr.features.parts import readable
 from adclr.system import outputs
-from adclr.system.runs import check_writable, provenance, read_json, write_json
+from adclr.system.files import check_writable, read_json, write_json
+from adclr.system.runs import provenance
 from adclr.system.text import printable_lines
 
 PICTURE, FOLDER = ".png", ""  # what is put behind PLACE for the name of a picture, and of a folder

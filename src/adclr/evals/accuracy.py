@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adclr.features.pictures import INK, PAPER, Bar, Cell, sheet, viridis
 from adclr.system import distributed, outputs
+from adclr.system.files import write_atomically
 from adclr.system.fonts import lettering
-from adclr.system.runs import write_atomically
 
 Counts = NDArray[np.int64]
 DRAWN = 1000  # classes up to which there is a picture

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.data.augment import crop
-from adclr.data.boxes import crop_boxes
-from adclr.data.draws import Draws, Words, epoch_order
+from adclr.data.draws import Draws, Words, crop_boxes, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.prefetch import Ahead
@@ -28,8 +27,8 @@ from adclr.evals.features import check_classes
 from adclr.evals.task import Task
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed, machine
+from adclr.system.devices import send
 from adclr.system.text import printable
-from adclr.system.transfer import send
 from adclr.weights.backbone import Weights
 
 ASPECT = (3 / 4, 4 / 3)  # width over height of ImageNet's random resized crop

@@ -9,6 +9,8 @@ measures them. `window` makes all blocks but those four look no farther than win
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -28,10 +30,9 @@ from adclr.data.draws import Draws, Words, combine, epoch_order, key_of
 from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Ahead
 from adclr.data.sets import coco
-from adclr.data.sets.coco import Instances, Object, filled, open_instances
+from adclr.data.sets.coco import Instances, Object, coco_masks, filled, open_instances
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import trainer
-from adclr.evals.average_precision import average_precision
 from adclr.evals.classifier import fingerprint
 from adclr.evals.frames import Frames, Reader
 from adclr.evals.mask_rcnn import Detector, run_lengths
@@ -39,11 +40,10 @@ from adclr.evals.mixing import kept
 from adclr.evals.overlays import Pictures
 from adclr.evals.task import Conditions, weights_of
 from adclr.evals.trainer import Course, Pace
+from adclr.model import optim
 from adclr.system import distributed, machine
-from adclr.system.devices import autocast_dtype, choose
+from adclr.system.devices import autocast_dtype, choose, send
 from adclr.system.runs import Run
-from adclr.system.transfer import send
-from adclr.training import schedules
 from adclr.weights.backbone import Weights
 
 EPOCHS, DROPS = 12, (8 / 12, 11 / 12)  # of the 1x schedule
@@ -237,7 +237,7 @@ def assemble(
     warmup = min(WARMUP, total // 10) if settings.warmup_steps is None else settings.warmup_steps
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else LAYER_DECAY)
     decay = DECAY if settings.weight_decay is None else settings.weight_decay
-    groups = schedules.layer_groups(model.named(), weights.vit.depth, layer_decay, decay)
+    groups = optim.layer_groups(model.named(), weights.vit.depth, layer_decay, decay)
 
     def lr_at(share: float, step: int) -> float:
         return peak * min(1.0, (step + 1) / (warmup + 1)) * math.prod(0.1 for drop in DROPS if share >= drop)
@@ -334,3 +334,40 @@ def _draw(
             predicted[place][own["masks"][number]] = own["labels"][number] - 1
     seen = torch.cat([frames.pixels, torch.from_numpy(labels).to(device).unsqueeze(1)], dim=1)
     pictures.add(Frames(frames.indices, seen), predicted)
+
+
+# the place of each among COCO's twelve numbers
+PLACES = {"ap": 0, "ap50": 1, "ap75": 2, "ap_small": 3, "ap_medium": 4, "ap_large": 5, "ar100": 8}
+
+
+def average_precision(
+    instances: Instances, detections: list[dict[str, Any]], kind: Literal["box", "mask"]
+) -> dict[str, Any]:
+    """Percentages, KIND_ap and so on, None where there is nothing to measure, and KIND_ap of each class.
+
+    Detections are as COCO's results: image_id, category_id, bbox, score, and for masks segmentation. A mask is small,
+    medium or large by its own area; where a box is given too, COCO's program would take that of the box.
+    """
+    coco_masks()  # says so if it is not there
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    numbers: dict[str, Any] = {}
+    left_out = "bbox" if kind == "mask" else "segmentation"
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(instances.dataset())
+        told = [{k: v for k, v in one.items() if k != left_out} for one in detections]
+        found = truth.loadRes(told) if told else COCO(instances.dataset() | {"annotations": []})
+        measure = COCOeval_faster(truth, found, iouType="bbox" if kind == "box" else "segm")
+        measure.evaluate()
+        measure.accumulate()
+        measure.summarize()
+    for name, place in PLACES.items():
+        numbers[f"{kind}_{name}"] = _percent(measure.stats[place])
+    precision = np.asarray(measure.eval["precision"])[:, :, :, 0, -1]  # thresholds, recalls, classes; of any area
+    means = [precision[:, :, c][precision[:, :, c] > -1] for c in range(len(instances.classes))]
+    each = [_percent(values.mean()) if values.size else None for values in means]
+    return numbers | {f"{kind}_per_class": dict(zip(instances.classes, each, strict=True))}
+
+
+def _percent(value: Any) -> float | None:
+    return None if value < 0 else 100 * float(value)

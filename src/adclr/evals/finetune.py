@@ -42,15 +42,16 @@ from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
 from adclr.evals.randaugment import randaugment
 from adclr.evals.task import Task, begin
 from adclr.evals.trainer import locked
+from adclr.model import optim
 from adclr.model.compiled import compile_blocks
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
+from adclr.system.files import write_atomically, write_json
 from adclr.system.progress import Line
-from adclr.system.runs import Run, write_atomically, write_json
-from adclr.training import schedules
+from adclr.system.runs import Run
 from adclr.weights import snapshot
 from adclr.weights.backbone import Description, Weights, architecture_of, fingerprint
-from adclr.weights.coverage import fit
+from adclr.weights.tensors import fit_tensors
 
 BASE = 768  # width of ViT-B
 AT_ONCE = 256  # images, where nothing is trained
@@ -137,7 +138,7 @@ class Job:
         settings, each = self.settings, self.crops.steps_per_epoch
         warmup = settings.epochs / 10 if settings.warmup_epochs is None else settings.warmup_epochs
         peak = settings.lr * self.crops.batch_size / 256
-        return schedules.warm_cosine(step, round(warmup * each), self.total, peak, settings.final_lr)
+        return optim.warm_cosine(step, round(warmup * each), self.total, peak, settings.final_lr)
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
     told = settings.model_dump(mode="json", exclude=HOW)
     data = [split.source.fingerprint() for split in (labelled.train, labelled.val)]
     optimizer = torch.optim.AdamW(
-        schedules.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True
+        optim.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True
     )
     return Job(
         settings=settings,
@@ -343,7 +344,7 @@ def resume(job: Job) -> int:
         )
     for name, model in (("model", job.model), ("ema", job.ema)):
         if model is not None:
-            fit(parts[name], stored[name], folder / f"{name}.safetensors")
+            fit_tensors(parts[name], stored[name], folder / f"{name}.safetensors")
             model.load_state_dict(stored[name])
     snapshot.load_optimizer(job.model, job.optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     distributed.barrier()

@@ -17,11 +17,11 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
 from adclr.system import distributed
+from adclr.system.devices import send
 from adclr.system.machine import cpu_count
 from adclr.system.progress import Line
 from adclr.system.text import printable
 from adclr.system.threads import in_order
-from adclr.system.transfer import send
 
 TOGETHER = 4  # images that threads hand over at once: few, since they are whole
 NUMBERS = 2**28  # of enlarged scores held at once (1 GiB)

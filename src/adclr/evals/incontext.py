@@ -26,14 +26,13 @@ from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
 from adclr.evals.crops import normaliser
-from adclr.evals.dense import Pixelwise, begin
 from adclr.evals.frames import Reader, fitting, likeliest, resized
 from adclr.evals.overlays import Pictures
 from adclr.evals.scaled_crops import ScaledCrops
+from adclr.evals.task import Pixelwise, begin_pixelwise
 from adclr.system import distributed
-from adclr.system.devices import autocast_dtype
+from adclr.system.devices import autocast_dtype, send
 from adclr.system.progress import track
-from adclr.system.transfer import send
 from adclr.weights.backbone import Weights
 
 NUMBERS, ACROSS = 2**28, 2**17  # similarities held at once, and of how many patches of the memory
@@ -52,7 +51,7 @@ class Settings(Pixelwise):
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, segmented, device = begin("incontext", settings)
+    weights, segmented, device = begin_pixelwise("incontext", settings)
     return score(weights, segmented, settings, device, distributed.is_main(), place)
 
 

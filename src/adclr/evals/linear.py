@@ -28,12 +28,11 @@ from adclr.evals.accuracy import accuracies
 from adclr.evals.crops import Crops, normaliser, side
 from adclr.evals.features import Features, extract, labels_of
 from adclr.evals.task import Task, begin
+from adclr.model.optim import cosine
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
-from adclr.system.devices import autocast_dtype
+from adclr.system.devices import autocast_dtype, send
 from adclr.system.progress import Line
-from adclr.system.transfer import send
-from adclr.training.schedules import cosine
 from adclr.weights.backbone import Weights
 
 MOMENTUM = 0.9

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adclr.data.boxes import crop_boxes
-from adclr.data.draws import Draws, combine, key_of
-from adclr.system.transfer import send
+from adclr.data.draws import Draws, combine, crop_boxes, key_of
+from adclr.system.devices import send
 
 AREA, ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)  # of what is erased, as timm has them
 

@@ -15,8 +15,8 @@ from adclr.data.sets.pixels import IGNORE
 from adclr.evals.frames import Frames
 from adclr.features.pictures import spread
 from adclr.system import distributed, outputs
+from adclr.system.files import write_atomically
 from adclr.system.fonts import lettering
-from adclr.system.runs import write_atomically
 
 HEIGHT, MARGIN, LINE, TEXT = 240, 6, 20, 13  # pixels
 NAMED = 24  # classes that the legend names, those that cover most

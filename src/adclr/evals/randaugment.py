@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adclr.data.augment.photometric import brightness, contrast, saturation
 from adclr.data.draws import Draws
-from adclr.system.transfer import send
+from adclr.system.devices import send
 
 Floats = NDArray[np.float64]
 LAYERS, CHANCE, SPREAD, TOP = 2, 0.5, 0.5, 10.0  # operations of an image; of each; deviation and limit of strengths

@@ -26,7 +26,7 @@ from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
 from adclr.evals.frames import fitting
 from adclr.evals.mixing import kept
 from adclr.system import distributed, machine
-from adclr.system.transfer import send_all
+from adclr.system.devices import send_all
 from adclr.weights.backbone import Weights
 
 TRIES, MOST_OF_ONE, LOOK_EVERY = 10, 0.75, 4  # pixels between those that are looked at

@@ -10,6 +10,7 @@ model is left there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,18 +28,17 @@ from adclr.evals import iou, trainer
 from adclr.evals.classifier import fingerprint
 from adclr.evals.crops import normaliser
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
-from adclr.evals.dense import Pixelwise, begin
-from adclr.evals.frames import Reader
+from adclr.evals.frames import Reader, fitting, likeliest, resized
 from adclr.evals.overlays import Pictures
 from adclr.evals.pyramid import Pyramid, blocks_at
 from adclr.evals.scaled_crops import ScaledCrops, Shown
+from adclr.evals.task import Pixelwise, begin_pixelwise
 from adclr.evals.trainer import Course, Pace
-from adclr.evals.windows import predict
+from adclr.model import optim
 from adclr.model.compiled import compile_blocks
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
-from adclr.training import schedules
 from adclr.weights.backbone import Weights
 
 Head = Literal["linear", "fpn", "upernet"]
@@ -162,7 +162,7 @@ class Job:
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, segmented, device = begin("segmentation", settings)
+    weights, segmented, device = begin_pixelwise("segmentation", settings)
     return score(weights, segmented, settings, device, place)
 
 
@@ -230,7 +230,7 @@ def assemble(job: Job, crops: ScaledCrops, work: Run | None) -> Course:
         return protocol.lr * min(1.0, (step + 1) / (protocol.warmup_steps + 1)) * (1 - share)
 
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = schedules.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
+    groups = optim.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
     told = settings.model_dump(mode="json", exclude=HOW)
     return Course(
         name="segmentation",
@@ -301,3 +301,69 @@ def test(job: Job, place: Path | None) -> dict[str, Any]:
     if place is not None:
         pictures.write(place)
     return found | {"num_val": float(len(segmented.val) - missed), "num_unreadable": float(missed)}
+
+
+Network = Callable[[Tensor], Tensor]  # images in [0, 1] -> logits at some stride
+
+
+def starts(length: int, window: int, stride: int) -> list[int]:
+    """Where windows begin so that they cover a length; the last is moved back to end where it ends."""
+    count = max(0, -(-(length - window) // stride)) + 1
+    return [max(0, min(number * stride, length - window)) for number in range(count)]
+
+
+def whole(network: Network, images: Tensor) -> Tensor:
+    """B×C×H×W -> logits B×K×H×W"""
+    return F.interpolate(network(images).float(), size=images.shape[-2:], mode="bilinear")
+
+
+def sliding(network: Network, images: Tensor, window: int, stride: int, at_once: int = 16) -> Tensor:
+    """The mean of the logits of all windows a pixel lies in."""
+    height, width = images.shape[-2:]
+    tall, wide = min(window, height), min(window, width)
+    places = [(top, left) for top in starts(height, tall, stride) for left in starts(width, wide, stride)]
+    sums: Tensor | None = None
+    counts = torch.zeros(height, width, device=images.device)
+    together = max(1, at_once // len(images))
+    for first in range(0, len(places), together):
+        chosen = places[first : first + together]
+        pieces = torch.cat([images[..., top : top + tall, left : left + wide] for top, left in chosen])
+        for (top, left), found in zip(chosen, torch.split(whole(network, pieces), len(images)), strict=True):
+            if sums is None:
+                sums = found.new_zeros(len(images), found.shape[1], height, width)
+            sums[..., top : top + tall, left : left + wide] += found
+            counts[top : top + tall, left : left + wide] += 1
+    assert sums is not None
+    return sums / counts
+
+
+def predict(
+    network: Network,
+    images: Tensor,
+    side: int,
+    unit: int,
+    window: tuple[int, int] | None,
+    scales: Sequence[float] = (1.0,),
+    mirrored: bool = False,
+) -> Tensor:
+    """n×C×height×width uint8 -> n×height×width classes.
+
+    Images are resized to a shorter side of `side` times each scale; `window`: side and stride of windows. Of several
+    scales, or of an image and its mirror image, the mean of the probabilities decides.
+    """
+    size = images.shape[-2], images.shape[-1]
+
+    def logits(pixels: Tensor) -> Tensor:
+        return whole(network, pixels) if window is None else sliding(network, pixels, *window)
+
+    if len(scales) == 1 and not mirrored:
+        return likeliest(logits(resized(images, fitting(size, round(side * scales[0]), unit))), size)
+    total: Tensor | None = None
+    for scale in scales:
+        pixels = resized(images, fitting(size, round(side * scale), unit))
+        for seen in (pixels, pixels.flip(-1)) if mirrored else (pixels,):
+            found = F.interpolate(logits(seen), size=size, mode="bilinear").softmax(dim=1)
+            found = found if seen is pixels else found.flip(-1)
+            total = found if total is None else total + found
+    assert total is not None
+    return total.argmax(dim=1)

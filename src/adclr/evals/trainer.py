@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError
 from adclr.data.draws import combine
 from adclr.system import distributed, outputs
+from adclr.system.files import write_atomically, write_json
 from adclr.system.progress import Line
-from adclr.system.runs import Run, write_atomically, write_json
+from adclr.system.runs import Run
 from adclr.weights import snapshot
-from adclr.weights.coverage import fit
+from adclr.weights.tensors import fit_tensors
 
 LOG_EVERY = 20  # steps between lines of metrics.jsonl, and between looks at the loss
 
@@ -181,7 +182,7 @@ def resume(course: Course) -> int:
             f"{course.run.path} holds a training of other weights, images or settings; "
             "delete it or choose another --out"
         )
-    fit(parts["model"], stored["model"], folder / "model.safetensors")
+    fit_tensors(parts["model"], stored["model"], folder / "model.safetensors")
     course.model.load_state_dict(stored["model"])
     snapshot.load_optimizer(course.model, course.optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     for (

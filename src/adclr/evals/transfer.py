@@ -24,7 +24,7 @@ from adclr.evals.linear import Protocol as Probe
 from adclr.evals.task import Conditions, weights_of
 from adclr.system import distributed, outputs
 from adclr.system.devices import choose
-from adclr.system.runs import read_json, write_json
+from adclr.system.files import read_json, write_json
 from adclr.weights.backbone import fingerprint
 
 Chosen = probing.Settings | tuning.Settings

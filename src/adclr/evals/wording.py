@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from adclr.config import sections
 from adclr.config.sections import UserError
-from adclr.system.runs import Run, read_json
+from adclr.system.files import read_json
+from adclr.system.runs import Run
 
 # names of scores that are percentages; all others are counts, ranks or settings that were chosen
 PERCENT = re.compile(r"_top[15](_|$)|_mean_class$|_(miou|aacc|macc)$|^(image|patch)_matching|^video_|^(box|mask)_a[pr]")

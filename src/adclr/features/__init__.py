@@ -1,1 +1,1 @@
-"""TODO"""
+"""Uses of a frozen backbone: reading images, embeddings, pictures and the explorer."""

@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.boxes import crop_boxes
 from adclr.data.decode import Pixels
-from adclr.data.draws import Draws
+from adclr.data.draws import Draws, crop_boxes
 from adclr.model.vit import Memory, VisionTransformer
 from adclr.weights.backbone import Weights, load_weights
 

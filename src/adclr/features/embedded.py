@@ -18,7 +18,7 @@ import numpy as np
 from adclr.config.sections import UserError
 from adclr.data.stamps import Check, Stamps
 from adclr.system import outputs
-from adclr.system.runs import read_json
+from adclr.system.files import read_json
 
 Format = Literal["parquet", "safetensors", "npy"]
 Facts = Mapping[str, Any]

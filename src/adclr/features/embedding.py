@@ -25,7 +25,7 @@ from torch import Tensor
 from adclr.config import sections
 from adclr.config.sections import Count, Device, Section, UserError
 from adclr.config.settings import Side
-from adclr.data import stamps
+from adclr.data import collection, stamps
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
 from adclr.data.stamps import Check
@@ -33,11 +33,11 @@ from adclr.features.embedded import Format, PartStamps
 from adclr.features.parts import Parts
 from adclr.features.reader import Alike, Batch, Framing, Images, centre, whole
 from adclr.model.vit import Input, Tokens
-from adclr.system import outputs
+from adclr.system import machine
 from adclr.system.devices import autocast_dtype, choose
+from adclr.system.files import check_writable
 from adclr.system.progress import Line
-from adclr.system.runs import check_writable, provenance
-from adclr.training import launch
+from adclr.system.runs import provenance
 from adclr.weights.backbone import Weights, fingerprint, load_weights
 
 MOST_TOKENS = (
@@ -106,7 +106,7 @@ def run(
     partial: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    if launch.processes() > 1:
+    if machine.num_processes() > 1:
         raise UserError("features are made by one process; leave out torchrun")
     kind: Format = settings.format if dense else "parquet"
     for name in ("vector",) if dense else ("format",):
@@ -116,7 +116,7 @@ def run(
     Parts.check(out, kind)
     source = open_source(images)
     if out.suffix != ".parquet":
-        outputs.check_apart(out, source)
+        collection.check_apart(out, source)
     device = choose(settings.device)
     found = load_weights(weights, partial)
     network = Network(found, settings, dense, device)

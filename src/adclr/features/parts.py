@@ -36,7 +36,7 @@ from adclr.config.sections import UserError
 from adclr.features import embedded
 from adclr.features.embedded import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
 from adclr.system import outputs
-from adclr.system.runs import read_json, sync, write_json
+from adclr.system.files import read_json, sync, write_json
 
 Rows = Sequence[tuple[str, NDArray[Any]]]  # the name of an image and its vector (D) or patch map (height×width×D)
 

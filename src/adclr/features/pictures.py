@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw
 from adclr.data.decode import Pixels
 from adclr.features.analysis import Box, Floats, centres, enlarged
 from adclr.system import outputs
+from adclr.system.files import write_atomically
 from adclr.system.fonts import Font, Lettering, lettering
-from adclr.system.runs import write_atomically
 
 Colour = tuple[int, int, int]
 # Viridis, whose brightness rises evenly, at nine places

@@ -25,10 +25,9 @@ from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.sources import Source, fail, reason_of
 from adclr.system import triton_available
-from adclr.system.devices import stream
+from adclr.system.devices import send, stream
 from adclr.system.machine import cpu_count
 from adclr.system.threads import in_order
-from adclr.system.transfer import send
 
 RESIZE = 256 / 224  # the shorter side before the centre is cut, of the side that is cut
 BICUBIC = Image.Resampling.BICUBIC

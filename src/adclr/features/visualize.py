@@ -17,6 +17,7 @@ from pydantic import Field
 
 from adclr.config.sections import Count, Device, Ratio, Section, Share, UserError
 from adclr.config.settings import Side
+from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import Unreadable
 from adclr.data.draws import key_of
@@ -26,8 +27,9 @@ from adclr.features.analysis import Box, Floats, Seen
 from adclr.features.pictures import Bar, Cell
 from adclr.system import outputs
 from adclr.system.devices import choose
+from adclr.system.files import check_writable, write_json
 from adclr.system.progress import track
-from adclr.system.runs import check_writable, provenance, write_json
+from adclr.system.runs import provenance
 from adclr.system.text import printable
 from adclr.weights.backbone import Weights
 
@@ -35,12 +37,9 @@ ON_SHEET = 24  # images at most on the sheet of all
 HEADS_ON_SHEET = 6
 CELL = 160  # pixels, on a sheet
 ATTENTION = Bar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
-
 BOTH = Bar(
     "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
 )
-
-
 LINES = (
     "A line joins two patches that are each other's nearest. Its colour is that of its place in the left image, from "
     "teal at the upper left to yellow at the lower right; the more alike the patches, the stronger it is."
@@ -113,7 +112,7 @@ def run(
     record = out / f"{name}.json"
     outputs.check("visualize", [record, *(out / file for file in SHEETS[name])], overwrite, record)
     source = open_images(images)
-    outputs.check_apart(out, source)
+    collection.check_apart(out, source)
     loaded = analysis.load(weights, choose(settings.device))
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:

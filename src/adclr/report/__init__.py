@@ -10,7 +10,7 @@ from adclr.config.sections import UserError
 from adclr.report import story
 from adclr.report.page import render
 from adclr.system import outputs
-from adclr.system.runs import check_writable, write_atomically
+from adclr.system.files import check_writable, write_atomically
 
 FILE = "report.html"
 

@@ -20,7 +20,8 @@ from adclr.data.sources import Source
 from adclr.features import analysis, pictures
 from adclr.features.analysis import Box, Floats, Grid, Seen
 from adclr.report.story import PICTURES, read_moments
-from adclr.system.runs import Run, write_atomically
+from adclr.system.files import write_atomically
+from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.weights.backbone import Weights
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from adclr.config import sections
 from adclr.config.sections import UserError
-from adclr.system.runs import STOPPED, Run, read_json
+from adclr.system.files import read_json
+from adclr.system.runs import STOPPED, Run
 
 PICTURES = "pictures"  # folder of the run
 MOST_SCORES = 200  # evaluations read

@@ -16,7 +16,7 @@ from adclr.study.conduct import Place, carry_out, gpus, todo
 from adclr.study.outline import SCENES, Cell, Study, folder_of, name_of, read
 from adclr.study.results import Results
 from adclr.system import outputs
-from adclr.system.runs import check_writable, write_atomically, write_json
+from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.text import printable, printable_lines
 
 NUM_PIXELS = 200, 100  # scenes with labelled pixels, to learn from and to score

@@ -20,8 +20,9 @@ from adclr.config.sections import UserError
 from adclr.study.outline import Cell, Evaluation, Study, locate, name_of
 from adclr.study.results import Results, value
 from adclr.system import machine
+from adclr.system.files import write_json
 from adclr.system.progress import Line
-from adclr.system.runs import Run, write_json
+from adclr.system.runs import Run
 
 LOOK = 0.2  # seconds between looks at what runs
 STOP = 60.0  # seconds that a process has to save and end

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from adclr.config.sections import UserError
 from adclr.study.data import Fingerprints
 from adclr.study.outline import TRAINING, Cell, Evaluation, Study
-from adclr.system.runs import Run, read_json, write_json
+from adclr.system.files import read_json, write_json
+from adclr.system.runs import Run
 
 # What is kept of each start: versions and facts, no paths of the machine
 FACTS = ["started", "adclr", "commit", "python", "packages", "from_step", "device", "precision", "processes"]

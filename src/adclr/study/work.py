@@ -18,7 +18,8 @@ from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.study import results
 from adclr.study.outline import Evaluation
-from adclr.system.runs import Run, read_json
+from adclr.system.files import read_json
+from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.training import launch, loop
 from adclr.training.job import build

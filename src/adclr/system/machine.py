@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adclr.config.sections import UserError
+
 if TYPE_CHECKING:  # whoever asks for cores alone need not wait for it
     import torch
 
@@ -113,3 +115,22 @@ def sleeping_threads() -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_WAIT_POLICY"]
+
+
+def gpu_bytes(device: str) -> int | None:
+    """The memory of the GPU that would be used; None if that is the CPU."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def num_processes() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1 or (int(text) > 1 and "RANK" not in os.environ):
+        raise UserError(
+            f"WORLD_SIZE={text} is in the environment but torchrun is not at work; unset it or use torchrun"
+        )
+    return int(text)

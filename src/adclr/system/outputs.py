@@ -26,7 +26,6 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from adclr.config.sections import UserError
-from adclr.data.sources import Source
 
 WORDS = re.compile(rb"written[ _]by\W{1,5}adclr (\w+)")
 WINDOW = 2**14  # bytes at either end of a file that are searched for the words
@@ -84,15 +83,6 @@ def check(
             old = _is_old(record if record is not None else path, command)
         if not old:
             raise UserError(f"{path} was not written by adclr {command}; {remedy}")
-
-
-def check_apart(out: Path, source: Source, option: str = "--out") -> None:
-    """Refuses a folder in which the images of a collection are searched for, or one below it."""
-    if source.holds(out):
-        raise UserError(
-            f"{out} lies in the collection {source.root}, where what is written would be taken for images; "
-            f"choose another {option}"
-        )
 
 
 def _ends(path: Path) -> bytes:

@@ -25,3 +25,10 @@ def _is_shown(character: str) -> bool:
 def printable_lines(text: str) -> str:
     """Returns a text of several lines with each of them made printable."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def format_size(gigabytes: float) -> str:
+    for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
+        if gigabytes >= length:
+            return f"{gigabytes / length:.3g} {unit}"
+    return f"{gigabytes * 1e6:.0f} kB"

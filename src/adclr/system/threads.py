@@ -6,18 +6,20 @@ If the threads are stuck, others do their work again, once, in the same order.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.system.text import printable
-from adclr.system.workers import Stuck, Workers, result
 
 # Batches decoded ahead, unless it is said otherwise: enough that threads never wait for a step to end, few enough that
 # memory stays small.
@@ -97,6 +99,8 @@ class _Crew(Generic[Job, Item, Made]):
     def _be_there(self) -> None:
         """A thread begins on the first GPU, whichever the others are on."""
         if self.gpu is not None:
+            import torch
+
             torch.cuda.set_device(self.gpu)
 
     def order(self, job: Job) -> None:
@@ -152,3 +156,90 @@ def _remedy(error: Exception, reading: str) -> str:
     if isinstance(error, Stuck):
         return f"{_trouble(error, reading)}, twice; see to the disk or network it lies on, or remove it"
     return f"{_trouble(error, reading)}, twice; lower data.num_workers, or start another run with less data.max_side"
+
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+# Without a piece of work done, after which threads count as stuck; with the polling below a minute.
+PATIENCE_SECONDS = 50.0
+
+
+class Stuck(UserError):
+    """No thread has finished anything for so long that none will."""
+
+    def __init__(self) -> None:
+        super().__init__("no image has come for a minute; see to the disk or network the images lie on")
+
+
+class Workers:
+    """A number of threads; they work in the order in which they are given work."""
+
+    def __init__(self, count: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self.finished = 0  # pieces of work, about; that it moves is all that counts
+        self.stuck = False
+        self._begin = begin
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [Thread(target=self._work, name=f"{name}_{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._queue.put((future, lambda: work(*arguments, **named)))
+        return future
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is begun; what has been begun is waited for, or left behind if it is stuck."""
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except Empty:
+                break
+            if item is not None:
+                item[0].cancel()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in () if self.stuck else self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        self._begin()
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            self.finished += 1
+            del item, future, work  # with what they hold, which may be large
+
+
+def result(future: Future[T], *workers: Workers) -> T:
+    """The result of a piece of work; `Stuck` if these have not finished any for a minute."""
+    finished, since = -1, 0.0
+    while not future.done():
+        now, count = time.monotonic(), sum(some.finished for some in workers)
+        if count != finished:
+            finished, since = count, now
+        elif now - since > PATIENCE_SECONDS:
+            for some in workers:
+                some.stuck = True
+            raise Stuck
+        try:
+            return future.result(timeout=PATIENCE_SECONDS / 20)
+        except TimeoutError:
+            continue  # or the work's own, which comes up below
+    return future.result()

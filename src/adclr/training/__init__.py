@@ -1,1 +1,1 @@
-"""TODO"""
+"""Pretraining: launch, job, loop, step, checkpoints, logs, and the plan of a run."""

@@ -22,9 +22,9 @@ from adclr.system import distributed
 from adclr.system.runs import Run
 from adclr.training.meter import checked
 from adclr.training.sharding import state_of
-from adclr.weights import manifest, snapshot
-from adclr.weights.coverage import fit
+from adclr.weights import snapshot
 from adclr.weights.snapshot import Parts
+from adclr.weights.tensors import fit_tensors
 
 NAMES = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
 
@@ -64,7 +64,7 @@ def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
 
 def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     """Restores the newest whole checkpoint in which a step is not done yet, and changes nothing on the disk."""
-    found = manifest.newest(run, NAMES, before=step)
+    found = snapshot.newest(run, NAMES, before=step)
     return None if found.step is None else _restore(run.checkpoints / f"step_{found.step}", method, optimizer)
 
 
@@ -74,7 +74,7 @@ def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     The first process looks which that is, and sets newer ones that are damaged aside; all read the same.
     """
     device = next(method.parameters()).device
-    found = manifest.newest(run, NAMES) if distributed.is_main() else manifest.Found(None, {})
+    found = snapshot.newest(run, NAMES) if distributed.is_main() else snapshot.Found(None, {})
     number = -1 if found.step is None else found.step
     agreed = torch.tensor([number + 2 if distributed.is_main() else 0, bool(found.damaged)], device=device)
     step, damaged = distributed.sum_(agreed).tolist()
@@ -119,7 +119,7 @@ def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.AdamW) -> State
         ("teacher", method.teacher),
         ("centers", method.centers),
     ):
-        fit(wanted[name], stored[name], folder / f"{name}.safetensors")
+        fit_tensors(wanted[name], stored[name], folder / f"{name}.safetensors")
         module.load_state_dict(stored[name])
     snapshot.load_optimizer(method.student, optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     return _state(state, folder)

@@ -25,12 +25,12 @@ from adclr.evals.features import extract
 from adclr.model.blocks import LayerScale
 from adclr.model.method import ADCLR
 from adclr.system import distributed
-from adclr.system.runs import Run, write_atomically
+from adclr.system.files import write_atomically
+from adclr.system.runs import Run
 from adclr.training.journal import Probe
 from adclr.training.signals import Signals
 from adclr.weights.backbone import Weights, fingerprint, load_weights
-from adclr.weights.coverage import fit
-from adclr.weights.tensors import read_tensors
+from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # What the tensors are made for, so that nobody can ask for something else; and what goes with them unless one does.
@@ -89,7 +89,7 @@ def begin(method: ADCLR, settings: Settings) -> str:
         state = weights.vit.state_dict() | {name: own[name] for name in ("mask_token",) if name in own}  # which is new
         with torch.no_grad():
             state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
-        fit(own, state, path)
+        fit_tensors(own, state, path)
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.data.augment import Views
-from adclr.system.devices import stream
-from adclr.system.transfer import send
+from adclr.system.devices import send, stream
 
 T = TypeVar("T")
 Numbers = tuple[float, ...]

@@ -28,6 +28,7 @@ from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, launch
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
+from adclr.training.micro_batch import fitted
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.training.sharding import Sharded
 from adclr.weights.backbone import Weights, architecture

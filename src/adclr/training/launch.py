@@ -13,12 +13,13 @@ from typing import Any
 from adclr.config import auto, sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data import stamps
+from adclr.data import collection, stamps
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
 from adclr.data.stamps import Stamps
-from adclr.system import outputs
-from adclr.system.runs import Run, check_writable
+from adclr.system.files import check_writable
+from adclr.system.machine import num_processes
+from adclr.system.runs import Run
 from adclr.training import loggers
 
 INDEX = "index.npz"  # in a run: what was found when the collection was searched
@@ -116,10 +117,10 @@ def prepare(
     source = open_source(settings.data.path, run.path / INDEX, settings.data.allow_damaged_shards)
     _warn_of_damage(source)
     if stored is None:
-        outputs.check_apart(run.path, source)
+        collection.check_apart(run.path, source)
     reasons = told
     if named is None and stored is None:
-        choice = auto.choose_for(source, settings.train.device)
+        choice = collection.choose_for(source, settings.train.device)
         reasons = choice.reasons + told
         base = choice_settings(choice)
         settings = settle(base, overrides)
@@ -276,18 +277,8 @@ def replaced(launched: Launch, now: Stamps) -> str | None:
     return f"{len(indices)} images of {source.root} were replaced, such as {first},"
 
 
-def processes() -> int:
-    """How many processes torchrun has started; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1 or (int(text) > 1 and "RANK" not in os.environ):
-        raise UserError(
-            f"WORLD_SIZE={text} is in the environment but torchrun is not at work; unset it or use torchrun"
-        )
-    return int(text)
-
-
 def check_batch(settings: Settings, num_images: int) -> None:
-    batch, world = settings.train.batch_size, processes()
+    batch, world = settings.train.batch_size, num_processes()
     if num_images < batch:
         raise UserError(
             f"{settings.data.path} holds {num_images} images, fewer than train.batch_size={batch}; "

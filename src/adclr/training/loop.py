@@ -20,7 +20,8 @@ from adclr.report import health
 from adclr.report.live import Live, moments
 from adclr.system import distributed, machine
 from adclr.system.devices import choose
-from adclr.system.runs import Run, write_json
+from adclr.system.files import write_json
+from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
 from adclr.training.checkpoint_writer import Writer
 from adclr.training.job import Job, assemble, keys_of, order, seeded, teacher, views_of

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adclr.system.progress import duration
+from adclr.system.text import format_size
 
 COLUMNS = 110
 GB_IN_GIB = 2**30 / 1e9
@@ -18,6 +19,7 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
     memory, spent, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
     parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
     rate, free = spent["images_per_second"], disk["free_gb"]
+    sizes = {name: format_size(disk[f"{name}_gb"]) for name in ("total", "checkpoint", "backbone", "logs", "index")}
     rows = {
         "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
         f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
@@ -29,14 +31,14 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         "time": f"{duration(3600 * spent['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
         f"{duration(spent['seconds_per_epoch'])} an epoch, {spent['gflop_per_image']:.3g} GFLOP an image; "
         + _covered(spent),
-        "disk": f"{size(disk['total_gb'])}: {disk['checkpoints']} checkpoints of {size(disk['checkpoint_gb'])} "
-        f"(one of them while it is written), backbone {size(disk['backbone_gb'])}, logs {size(disk['logs_gb'])}, "
-        f"index {size(disk['index_gb'])}" + ("" if free is None else f"; {size(free)} are free"),
+        "disk": f"{sizes['total']}: {disk['checkpoints']} checkpoints of {sizes['checkpoint']} (one of them while it "
+        f"is written), backbone {sizes['backbone']}, logs {sizes['logs']}, index {sizes['index']}"
+        + ("" if free is None else f"; {format_size(free)} are free"),
     }
     if decoded:
         kept = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(decoded["kept"], "decoded anew in every epoch")
         rows["images"] = (
-            f"{size(decoded['gib'] * GB_IN_GIB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
+            f"{format_size(decoded['gib'] * GB_IN_GIB)} when decoded: {kept}; about {decoded['images_per_second']:.0f} "
             f"images/s are decoded by {decoded['threads']} threads here"
         )
     told = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
@@ -58,10 +60,3 @@ def long_run(seconds: float, on_gpu: bool) -> str:
     if not on_gpu:
         shorter += "; --recipe adclr_cpu is made for a CPU"
     return f"it takes about {duration(seconds)}; {shorter}"
-
-
-def size(gigabytes: float) -> str:
-    for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
-        if gigabytes >= length:
-            return f"{gigabytes / length:.3g} {unit}"
-    return f"{gigabytes * 1e6:.0f} kB"

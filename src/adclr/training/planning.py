@@ -20,16 +20,18 @@ import numpy as np
 from adclr.config import auto, sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
+from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
-from adclr.system import outputs
-from adclr.system.runs import check_writable, provenance, write_json
-from adclr.system.text import printable_lines
-from adclr.system.workers import Workers
+from adclr.system import machine, outputs
+from adclr.system.files import check_writable, write_json
+from adclr.system.runs import provenance
+from adclr.system.text import format_size, printable_lines
+from adclr.system.threads import Workers
 from adclr.training import launch, plan_cost
 from adclr.training.plan_gpus import Gpu
-from adclr.training.plan_text import LONG_SECONDS, describe, long_run, size
+from adclr.training.plan_text import LONG_SECONDS, describe, long_run
 
 # The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
 # else with the width: the time is that of the arithmetic at the maker's peak, times BEST + PER_WIDTH / width. Then the
@@ -84,7 +86,7 @@ def run(
     overwrite: bool = False,  # a file that is no plan
 ) -> dict[str, Any]:
     """Prints the plan, writes it as JSON to `file`, returns it."""
-    if launch.processes() > 1:
+    if machine.num_processes() > 1:
         raise UserError("a plan is made by one process; leave out torchrun and say --gpus")
     for path in (out, file):
         if path is not None:
@@ -94,7 +96,7 @@ def run(
     settings, source, reasons = _settle(data, images, recipe, dict(overrides or {}), gpu, out)
     count = len(source) if source is not None else images or 0
     local = _local_batch(settings, count, num_gpus)
-    if gpu is None and num_gpus > 1 and auto.gpu_bytes(settings.train.device) is None:
+    if gpu is None and num_gpus > 1 and machine.gpu_bytes(settings.train.device) is None:
         raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
     sample = _sample(source, settings, gpu) if source is not None else None
     filled = sample.bytes if sample and sample.place == "gpu" else 0.0
@@ -139,11 +141,11 @@ def _settle(
     source = open_source(path, index, allowed) if path else None
     if named is not None:
         return settings, source, adopted
-    memory = int(gpu.gib * GIB) if gpu else auto.gpu_bytes(settings.train.device)
+    memory = int(gpu.gib * GIB) if gpu else machine.gpu_bytes(settings.train.device)
     told = []
     if source is None:
         told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
-    side = ASSUMED_SIDE if source is None else auto.median_side(source)
+    side = ASSUMED_SIDE if source is None else collection.median_side(source)
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
     return launch.settle(launch.choice_settings(choice), overrides), source, told + choice.reasons + adopted
 
@@ -316,7 +318,7 @@ def _report(
     disk = _disk(settings, source, count, steps)
     disk["free_gb"] = None if out is None else _free(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
-        warnings.append(f"{out} has room for {size(disk['free_gb'])}, less than is needed; choose another --out")
+        warnings.append(f"{out} has room for {format_size(disk['free_gb'])}, less than is needed; choose another --out")
     parameters = plan_cost.parameters(settings)
     return {
         "data": settings.data.path or None,

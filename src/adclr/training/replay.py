@@ -24,10 +24,10 @@ import adclr
 from adclr.config.sections import UserError
 from adclr.data.augment import Views
 from adclr.model.method import ADCLR
+from adclr.system import machine
 from adclr.system.devices import choose
+from adclr.system.files import write_json
 from adclr.system.progress import track
-from adclr.system.runs import write_json
-from adclr.training import launch
 from adclr.training.job import Job, assemble, batches_of, order, seeded, views_of
 from adclr.training.launch import Launch
 from adclr.training.meter import NAMES
@@ -50,7 +50,7 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
         raise UserError(f"{launched.run.path} holds no run of which a step could be replayed; give --out of one")
     if step > steps:
         raise UserError(f"{launched.run.path} has only {steps} steps; --replay takes one of them")
-    if launch.processes() > 1:
+    if machine.num_processes() > 1:
         raise UserError("--replay works in one process; start it without torchrun")
     with repeatable(settings.train.deterministic):
         job = assemble(launched, device, before=step)

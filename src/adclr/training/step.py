@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data.augment import Views
+from adclr.model import optim
 from adclr.model.method import ADCLR
 from adclr.system import distributed
-from adclr.system.transfer import send
+from adclr.system.devices import send
 from adclr.training import schedules
 from adclr.training.cuda_graph import Recorded
 from adclr.training.sharding import Pieces, sync_gradients
@@ -95,7 +96,7 @@ class Step:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, Pieces):
             self.optimizer.take_gradients()
-        ok = schedules.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0], self.in_pieces)
+        ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0], self.in_pieces)
         self.optimizer.zero_grad(set_to_none=True)
         self.method.update(momentum, ok, head_only=freeze_backbone)
         return losses, ok

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Loading anybody's weights into the ViT, writing snapshots of tensors, and exporting to other formats."""

@@ -26,12 +26,12 @@ from adclr.config.settings import VIT_SIZES, Deviation, Settings, Side, Width
 from adclr.data.decode import Decoder
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
-from adclr.system.runs import Run, write_atomically, write_json
+from adclr.system.files import write_atomically, write_json
+from adclr.system.runs import Run
 from adclr.system.text import printable
-from adclr.weights import layouts, manifest, origins
-from adclr.weights.coverage import Report, cover
+from adclr.weights import layouts, origins, snapshot
 from adclr.weights.origins import Given
-from adclr.weights.tensors import read_tensors
+from adclr.weights.tensors import Report, cover, read_tensors
 
 
 class Architecture(Section):
@@ -190,7 +190,7 @@ def _find(weights: str | Path) -> tuple[Given, bool]:
 
 def _find_in_run(path: Path) -> Given:
     run = Run(path)
-    settings, found = run.settings(), manifest.newest(run, ["teacher.safetensors"])
+    settings, found = run.settings(), snapshot.newest(run, ["teacher.safetensors"])
     if settings is None or found.step is None:
         raise UserError(
             f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.system.runs import read_json
+from adclr.system.files import read_json
 from adclr.weights.tensors import kind_of, plain, read_tensors, read_torch
 
 # States within a torch file, in the order of preference: a moving average is what its makers evaluate.

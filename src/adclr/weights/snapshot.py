@@ -14,16 +14,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adclr.config.sections import UserError
-from adclr.system.runs import Run, read_json, sync, write_json, write_synced
-from adclr.weights import manifest
-from adclr.weights.coverage import fit
-from adclr.weights.tensors import read_tensors
+from adclr.system.files import read_json, sync, write_json, write_synced
+from adclr.system.runs import Run
+from adclr.weights.tensors import fit_tensors, read_tensors
 
 Parts = dict[str, dict[str, Tensor]]
 StateOf = Callable[[torch.optim.Optimizer, nn.Parameter], Mapping[str, Tensor]]
@@ -61,8 +60,8 @@ def _fill(folder: Path, state: Mapping[str, Any], tensors: Parts) -> None:
     folder.mkdir(parents=True)
     told = {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in tensors.items()}
     write_json(folder / "state.json", dict(state))
-    told["state.json"] = manifest.facts(folder / "state.json")
-    write_json(folder / manifest.NAME, told)  # and syncs the folder
+    told["state.json"] = facts(folder / "state.json")
+    write_json(folder / MANIFEST, told)  # and syncs the folder
 
 
 def _publish(run: Run, folder: Path) -> Path:
@@ -153,7 +152,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
     """The named parts and the state; refuses a folder that is not as it was written."""
-    damaged = manifest.damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
+    damaged = damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
     if damaged is not None:
         raise UserError(
             f"checkpoint {folder} is damaged at {damaged}; delete that directory to go on from an older one"
@@ -191,10 +190,50 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapp
         for name, parameter in parameters.items()
         for what, like in (("step", count), ("exp_avg", parameter), ("exp_avg_sq", parameter))
     }
-    fit(wanted, tensors, path)
+    fit_tensors(wanted, tensors, path)
     optimizer.state.clear()
     for full, like in wanted.items():
         name, _, what = full.rpartition(".")
         parameter = parameters[name]
         # step counts lie where the fused kernel wants them, with the parameter
         optimizer.state[parameter][what] = tensors[full].to(parameter.device, like.dtype)
+
+
+MANIFEST = "manifest.json"
+
+
+class Found(NamedTuple):
+    step: int | None  # of the newest whole checkpoint
+    damaged: dict[int, str]  # newer ones, and where each is damaged
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """0.6 s for each GiB on one core that knows SHA-256."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def damage(folder: Path, names: Sequence[str]) -> str | None:
+    """The first of these files that is not what the manifest says."""
+    try:
+        told = read_json(folder / MANIFEST)
+    except UserError:
+        return MANIFEST
+    for name in names:
+        try:
+            if not isinstance(told, dict) or facts(folder / name) != told.get(name):
+                return name
+        except OSError:
+            return name
+    return None
+
+
+def newest(run: Run, names: Sequence[str], before: int | None = None) -> Found:
+    """The newest checkpoint (of those before a step) in which these files are whole."""
+    damaged: dict[int, str] = {}
+    for step in reversed([step for step in run.steps() if before is None or step < before]):
+        name = damage(run.checkpoints / f"step_{step}", names)
+        if name is None:
+            return Found(step, damaged)
+        damaged[step] = name
+    return Found(None, damaged)

@@ -20,7 +20,7 @@ from adclr.data import views as planning
 from adclr.data.augment.photometric import photometric
 from adclr.data.augment.resample import resample, resample_each
 from adclr.system import triton_available
-from adclr.system.transfer import send
+from adclr.system.devices import send
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adclr.data.augment.kernels import _cubic
 from adclr.data.augment.resample import needed
-from adclr.system.transfer import send
+from adclr.system.devices import send
 
 # An image is 13 numbers of the table: where it begins, its height and width; rows and columns it is resized to; top,
 # left, height and width of the frame in them; the first of its own rows that the frame needs, and how many; where its

@@ -16,7 +16,7 @@ from torch import Tensor
 from adclr.data import views as planning
 from adclr.data.augment import kernels
 from adclr.data.augment.photometric import BLUR_RADIUS
-from adclr.system.transfer import send_all
+from adclr.system.devices import send_all
 
 
 class _Resizing(NamedTuple):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr.system.transfer import send
+from adclr.system.devices import send
 
 Array = NDArray[Any]
 BLUR_RADIUS = 6  # three deviations of the widest default blur

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr.system.transfer import send
+from adclr.system.devices import send
 
 # Elements of the half-resized crops held at once; with their 8-byte indices about 14 bytes each.
 BUDGET = 2**24

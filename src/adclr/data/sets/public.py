@@ -20,7 +20,7 @@ from PIL import Image
 
 from adclr.config.sections import UserError
 from adclr.data.sources import Items, Source
-from adclr.system.runs import read_json
+from adclr.system.files import read_json
 
 
 class Files(Items):

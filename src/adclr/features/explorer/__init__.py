@@ -13,8 +13,6 @@ from pydantic import Field
 from adclr.config.sections import Count, Device, Positive, Section, UserError
 from adclr.config.settings import Side
 
-LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
-
 
 class Settings(Section):
     size: Side | None = Field(
@@ -42,7 +40,7 @@ def run(weights: list[str], images: list[str], host: str, port: int, settings: S
     source, device = open_images(images), choose(settings.device)
     libraries = [Library(_short(name), analysis.load(name, device), settings.size) for name in weights]
     gallery = Gallery(source, libraries, settings.num_images, settings.max_gib)
-    token = None if host in LOCAL else secrets.token_urlsafe(16)
+    token = None if host in server.LOCAL else secrets.token_urlsafe(16)
     listening = _listen(host, port)
     query = f"?token={token}" if token else ""
     first, *others = [f"http://{name}:{listening.getsockname()[1]}/{query}" for name in _names(host, listening)]

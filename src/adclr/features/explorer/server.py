@@ -23,10 +23,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adclr.features.analysis import Box, Floats
-from adclr.features.explorer import LOCAL
 from adclr.features.explorer.gallery import Gallery
 from adclr.features.explorer.library import Library, top_of
 
+LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 FILES = {"/": ("index.html", "text/html"), "/explorer.css": ("explorer.css", "text/css")}
 FILES |= {f"/{name}": (name, "text/javascript") for name in ("explorer.js", "maps.js", "state.js")}
 COOKIE = "adclr_token"

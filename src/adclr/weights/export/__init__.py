@@ -18,8 +18,9 @@ import torch
 from adclr.config.sections import UserError
 from adclr.model.vit import VisionTransformer
 from adclr.system import outputs
-from adclr.system.runs import check_writable, provenance, read_json, sync, write_json
-from adclr.weights import manifest
+from adclr.system.files import check_writable, read_json, sync, write_json
+from adclr.system.runs import provenance
+from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
 from adclr.weights.export import card, onnx
 from adclr.weights.export.formats import WRITERS, Made
@@ -61,7 +62,7 @@ def export(
         made_by = {name: value for name, value in provenance().items() if name != "command"}
         report = found.report.as_json() | {"source": card.last_part(found.report.source)} if found.report else None
         facts = {"format": to, "checked": checked, "notes": made.notes, "weights": report, "provenance": made_by}
-        files = {path.name: manifest.facts(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: snapshot.facts(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / RECORD, facts | {"files": files} | outputs.signature("export"))
         for path in temporary.iterdir():
             _sync(path)
@@ -97,7 +98,7 @@ def _check_output(folder: Path, out: Path) -> dict[str, Any]:
     if not listed:
         raise UserError(f"{out} was not written by adclr export; {outputs.REMEDY}")
     for name, known in files.items():
-        if os.path.lexists(folder / name) and manifest.facts(folder / name) != known:
+        if os.path.lexists(folder / name) and snapshot.facts(folder / name) != known:
             raise UserError(f"{out}/{name} was changed since adclr export wrote it; {outputs.REMEDY}")
     return dict(files)
 

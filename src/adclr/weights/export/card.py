@@ -12,7 +12,8 @@ from typing import Any
 
 from adclr.config.sections import UserError, flatten
 from adclr.config.settings import Settings
-from adclr.system.runs import Run, read_json
+from adclr.system.files import read_json
+from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.weights.backbone import RESAMPLED, Weights
 

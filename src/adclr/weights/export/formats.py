@@ -16,7 +16,7 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.config.settings import VIT_SIZES
 from adclr.model.vit import VisionTransformer
-from adclr.system.runs import write_atomically, write_json
+from adclr.system.files import write_atomically, write_json
 from adclr.weights.backbone import Description, Weights, architecture_of, load_weights, write_backbone
 from adclr.weights.export import onnx
 

@@ -1,0 +1,84 @@
+"""Schedules, parameter groups and the optimizer step that pretraining and fine-tuning share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adclr.system import distributed
+
+
+def cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
+    """Linear from 0 to `peak` over `warmup` steps, then a cosine down to `final` at `total`."""
+    if step < warmup:
+        return peak * step / warmup
+    return cosine(peak, final, (step - warmup) / max(1, total - warmup))
+
+
+UNDECAYED = ("cls_token", "reg_token", "pos_embed")
+
+
+def layer_groups(
+    named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups of a fine-tuning; `scale` is what the learning rate of each is multiplied with.
+
+    Layer 0 is what makes tokens, block i is layer i + 1, the last norm and the head are layer depth + 1; each layer is
+    `layer_decay` times as fast as the one above it. Tokens, positions and what has one dimension are not decayed.
+    """
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in named:
+        first, _, rest = name.partition(".")
+        if first in (*UNDECAYED, "patch_embed"):
+            layer = 0
+        else:
+            layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
+        decayed = parameter.ndim > 1 and first not in UNDECAYED
+        new = {
+            "params": [],
+            "scale": layer_decay ** (depth + 1 - layer),
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
+        groups.setdefault((layer, decayed), new)["params"].append(parameter)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def update(
+    optimizer: torch.optim.AdamW,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    clip_norm: float | None,
+    loss: Tensor,
+    in_pieces: bool = False,
+) -> Tensor:
+    """Clips, decays and steps; returns whether the step was good, as a 0-dim bool on the device.
+
+    Each parameter tensor is clipped on its own. A loss or gradient that is not finite voids the step in every process:
+    parameters, moments and step counts stay as they are, to the bit. The host is never asked. `in_pieces`: each process
+    has a piece of every tensor only.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients))
+    if in_pieces:
+        norms = distributed.sum_(norms.square()).sqrt()
+    ok = distributed.min_((norms.isfinite().all() & loss.isfinite()).float())
+    if clip_norm is not None:
+        factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, list(factors.unbind()))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        decayed: list[Tensor] = [p for p in group["params"] if p.grad is not None and group["decayed"]]
+        if decayed:
+            torch._foreach_mul_(decayed, torch.where(ok > 0, 1 - lr * weight_decay, 1.0).to(torch.float32))
+    optimizer.found_inf = 1 - ok  # type: ignore[attr-defined]  # the fused kernel then writes nothing
+    optimizer.step()
+    return ok.bool()

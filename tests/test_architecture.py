@@ -1,0 +1,224 @@
+"""Import rules between modules: packages in one order, no cycles, and nothing heavy where it is not needed.
+
+docs/architecture.md explains the packages. The rules look at every import of every module, also at those inside
+functions, unless a rule says otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import adclr
+
+SOURCE = Path(adclr.__file__).parent
+# Lowest first; a package imports only those before it.
+ORDER = (
+    *("config", "system", "model", "data", "weights", "features", "evals", "report", "training", "study"),
+    *("demo", "cli", "__main__"),
+)
+# Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
+WITHOUT_TORCH = (
+    *("config", "cli", "system.files", "system.runs", "system.outputs", "system.text", "system.progress"),
+    *("system.machine", "system.threads", "data.sources", "data.collection", "data.decode", "data.draws"),
+    *("data.doctor", "training.launch", "training.planning", "training.plan_text", "training.plan_cost"),
+    *("training.plan_gpus", "training.loggers"),
+)
+OPTIONAL = {
+    *("wandb", "mlflow", "tensorboard", "timm", "transformers", "onnxruntime", "huggingface_hub", "pyarrow"),
+    *("faster_coco_eval", "starlette", "uvicorn", "tifffile", "datasets"),
+}
+LONGEST = 420  # lines of a file
+
+
+class Import(NamedTuple):
+    """One imported module and where it is imported."""
+
+    module: str
+    line: int
+    at_top: bool  # runs when the importing module is imported
+
+
+def module_name(path: Path, source: Path) -> str:
+    """Return the dotted name below the package: `model.vit`, and `model` for `model/__init__.py`."""
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """Return every module below `source`, by name; not `adclr` itself, whose public names are imported lazily."""
+    names = {module_name(path, source): path for path in sorted(source.rglob("*.py"))}
+    names.pop("__init__")
+    return names
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
+    """Yield the imports of a file: modules of ours by their dotted name below `adclr`, others by their full name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    checking = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path}: relative import in line {node.lineno}"
+            # `from adclr.model import vit` imports a module, `from adclr.model.vit import VisionTransformer` a name
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("adclr.") in known else node.module for name in full]
+        else:
+            continue
+        at_top = node not in inside and node not in checking
+        yield from (Import(name.removeprefix("adclr."), node.lineno, at_top) for name in names if name != "adclr")
+
+
+def violations(source: Path) -> list[str]:
+    """Return a sentence for every import that breaks a rule."""
+    known = modules(source)
+    sentences = []
+    for name, path in known.items():
+        package = name.split(".")[0]
+        kernels = name.endswith("kernels")
+        for target, line, at_top in imports(path, known):
+            top = target.split(".")[0]
+            reasons = []
+            if target in known:
+                if ORDER.index(top) > ORDER.index(package):
+                    reasons.append(f"{package} comes before {top}")
+                if package == "model" and top == "system" and target not in MODEL_MAY_IMPORT:
+                    reasons.append("model knows tensors only")
+                if package == "data" and top == "model" and target != "model.views":
+                    reasons.append("data takes model.views alone")
+                if package == "weights" and top == "data" and target != "data.decode":
+                    reasons.append("weights take data.decode alone")
+                if package == "evals" and target in METHOD:
+                    reasons.append("evaluations do not know how weights were trained")
+                if at_top and target.endswith("kernels") and not kernels:
+                    reasons.append("kernels are imported where they are launched")
+            else:
+                if package == "model" and top not in {*MODEL_PACKAGES, *(["triton"] if kernels else [])}:
+                    reasons.append("model knows tensors only")
+                if at_top and top == "triton" and not kernels:
+                    reasons.append("there may be no Triton")
+                if at_top and top == "torch" and any(name == w or name.startswith(f"{w}.") for w in WITHOUT_TORCH):
+                    reasons.append("torch is imported where it is used")
+                if (
+                    at_top and top in OPTIONAL and name != "features.explorer.server"
+                ):  # itself imported where it is used
+                    reasons.append("an optional package is imported where it is used")
+            sentences += [f"{name}:{line} imports {target}: {reason}" for reason in reasons]
+    return sentences
+
+
+MODEL_MAY_IMPORT = ("system.distributed", "system.triton_available")
+MODEL_PACKAGES = {
+    *("torch", "math", "typing", "collections", "functools", "importlib", "sys", "dataclasses", "__future__"),
+    *("logging", "time"),  # of compiling
+}
+METHOD = ("model.method", "model.losses", "model.heads", "data.views")
+
+
+def cycles(source: Path) -> list[str]:
+    """Return the cycles of imports between modules, functions included.
+
+    A package's `__init__` is a module of its own: that Python runs it before its submodules is no dependency.
+    """
+    known = modules(source)
+    graph = {name: {i.module for i in imports(path, known) if i.module in known} for name, path in known.items()}
+    done: set[str] = set()
+    chains = []
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            chains.append(" -> ".join((*above[above.index(name) :], name)))
+        elif name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    return chains
+
+
+def test_imports_follow_the_order_of_packages() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_there_are_no_cycles_between_modules() -> None:
+    assert cycles(SOURCE) == []
+
+
+UPWARD = [
+    ("config/settings.py", "from adclr.data.draws import key_of", "config comes before data"),
+    ("model/vit.py", "from adclr.system import files", "model knows tensors only"),
+    ("model/vit.py", "import os", "model knows tensors only"),
+    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.views alone"),
+    ("evals/knn.py", "from adclr.model.losses import anything", "evaluations do not know how weights were trained"),
+    ("evals/knn.py", "def f():\n    from adclr.training import loop", "evals comes before training"),
+    ("training/step.py", "from adclr.study import table", "training comes before study"),
+    ("system/files.py", "import torch", "torch is imported where it is used"),
+    ("features/embedding.py", "import pyarrow.parquet", "an optional package is imported where it is used"),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "reason"), UPWARD, ids=[f"{file} {line[:40]}" for file, line, _ in UPWARD])
+def test_a_forbidden_import_is_noticed(tmp_path: Path, file: str, line: str, reason: str) -> None:
+    copy = copied(tmp_path)
+    with (copy / file).open("a") as text:
+        text.write(f"\n{line}\n")
+    (sentence,) = set(violations(copy)) - set(violations(SOURCE))
+    assert sentence.startswith(f"{module_name(Path(file), Path())}:")
+    assert sentence.endswith(reason)
+
+
+def test_a_cycle_is_noticed(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    with (copy / "features/explorer/server.py").open("a") as text:
+        text.write("\nfrom adclr.features import explorer\n")
+    assert any("features.explorer.server" in chain for chain in cycles(copy))
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the source files, for a test to spoil."""
+    for path in SOURCE.rglob("*.py"):
+        copy = folder / path.relative_to(SOURCE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    return folder
+
+
+def test_the_top_level_is_short_and_every_package_says_what_belongs_there() -> None:
+    entries = [path for path in SOURCE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 15, sorted(path.name for path in entries)
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert path.name == "__main__.py" or ast.get_docstring(tree), path
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    for name, path in modules(SOURCE).items():
+        assert not {*name.split(".")} & {"utils", "common", "helpers", "registry", "base", "misc"}, name
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST, name
+
+
+def test_no_submodule_hides_a_public_function() -> None:
+    """Importing `adclr.embed` would replace the function of that name on the package."""
+    assert not {name.split(".")[0] for name in modules(SOURCE)} & set(adclr.__all__)
+
+
+def test_modules_of_the_standard_library_and_of_torch_are_all_that_the_model_needs() -> None:
+    assert sys.stdlib_module_names >= MODEL_PACKAGES - {"torch"}
