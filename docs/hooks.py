@@ -16,6 +16,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).parents[1]
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 SHIM = "assets/worker_shim.js"
+RESULTS = "studies/results"
 LINK = "(docs/"  # the changelog lies beside docs/, its page in it
 
 
@@ -28,7 +29,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    # pages and figures of studies lie beside docs/, where `adclr study` writes them
+    for path in sorted((ROOT / RESULTS).glob("*.*")):
+        if path.suffix in (".md", ".svg"):
+            files.append(File.generated(config, f"{RESULTS}/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Point links to the results of studies at their copies in the site."""
+    return markdown.replace(f"](../{RESULTS}/", f"]({RESULTS}/")
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
