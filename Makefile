@@ -1,7 +1,7 @@
 # `make demo` and `make test` need only Python >= 3.11; everything else they fetch into .venv themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: setup setup-test demo pictures test test-full check format clean
+.PHONY: setup setup-test demo dist docs pictures test test-full check format clean
 
 setup: .venv/.for-use
 setup-test: .venv/.for-test
@@ -17,6 +17,10 @@ setup-test: .venv/.for-test
 
 demo: setup
 	$(BIN)/adclr demo --out runs/demo
+
+docs: setup-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 pictures: setup-test
 	$(BIN)/python docs/pictures.py
@@ -34,6 +38,14 @@ test: check
 
 test-full: check
 	$(BIN)/pytest $(PARALLEL) -m "not gpu"
+
+dist: setup-test
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv dist/.env && dist/.env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	dist/.env/bin/adclr --version && rm -rf dist/.env
+	ls dist
 
 format: setup-test
 	$(BIN)/ruff check --fix .

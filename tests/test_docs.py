@@ -1,0 +1,188 @@
+"""The documentation: the site builds, every command and line of Python in it runs, and its sentences are short."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from adclr import cli
+from dense_scenes import segmented
+from tiny import THREADS, TINY, words
+
+ROOT = Path(__file__).parents[1]
+# Pages whose commands are run, each in a folder of its own with photos/, labeled/, pixels/ and studies/. On other
+# pages, and in blocks marked `text`, commands name data or machines that a test does not have.
+PAGES = ["README.md", "docs/get_started.md", "docs/adclr_plus.md"]
+PAGES += [f"docs/tutorials/{path.name}" for path in sorted((ROOT / "docs/tutorials").glob("*.md"))]
+TINY_WORDS = [word for word in words(TINY) if not word.startswith("train.device")]
+TRAINED = {"evaluate linear": "epochs=2", "evaluate finetune": "epochs=2", "evaluate segmentation": "steps=4"}
+# Words and phrases of no field, or that must be decoded; DESIGN calls for the field's own.
+BANNED = (
+    *(r"in places", r"alike", r"the house", r"at rest", r"who may", r"that is a riddle", r"is held against"),
+    *(r"directions of \[CLS\]", r"how it is\b", r"colour", r"grey", r"centre", r"labelled", r"neighbour", r"normalis"),
+)
+LONGEST_MEAN = 19.0  # words of a sentence, on average over a page
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.DOTALL)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which a reader types the commands of a page."""
+    (tmp_path / "photos").symlink_to(images / "train")
+    (tmp_path / "labeled").symlink_to(images)
+    segmented(tmp_path / "pixels", 3, 2, 24)
+    shutil.copytree(ROOT / "studies", tmp_path / "studies")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_line(line: str) -> None:
+    """Run a command as written, with tiny settings behind it, and two processes where there are many."""
+    program, *parts = shlex.split(line, comments=True)
+    if program == "make":
+        assert re.search(rf"^{parts[0]}:", text_of("Makefile"), re.MULTILINE)
+        return
+    if program == "pip":
+        assert parts == ["install", "."]  # tested with the wheel
+        return
+    if "pretrain" in parts and "--out" in parts:
+        parts += TINY_WORDS
+        if any(word.startswith("views.query_source") for word in parts):
+            parts += ["train.epochs=2"]
+    for command, word in TRAINED.items():
+        if parts[:2] == command.split():
+            parts.append(word)
+    parts = ["size=32" if part in ("size=448", "size=224") else part for part in parts]
+    if program == "torchrun":
+        parts[parts.index("--nproc-per-node") + 1] = "2"
+        command_line = [sys.executable, "-m", "torch.distributed.run", *parts]
+        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+        done = subprocess.run(command_line, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+    else:
+        assert program == "adclr", line
+        cli.main(parts)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_works(page: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    joined = "".join(blocks(page, "sh")).replace("\\\n", " ")
+    lines = [line for line in joined.splitlines() if line.strip()]
+    if page != "docs/tutorials/multiband.md":
+        assert lines
+    for line in lines:
+        try:
+            run_line(line)
+        except SystemExit as error:
+            if error.code:
+                pytest.fail(f"{line}: {capsys.readouterr().err}")
+    for code in blocks(page, "python"):
+        small = {"epochs": 1, "warmup_epochs": 0.0, "head_hidden_dim": 16, "num_prototypes": 16, "depth": 1}
+        small |= {"train.batch_size": 16, "num_local": 1, "train.device": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("epochs=100)", f"**{small!r})")],
+            capture_output=True,
+            text=True,
+            cwd=reader,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
+        )
+        assert done.returncode == 0, (page, done.stderr)
+
+
+def test_the_study_that_is_shipped_is_what_its_numbers_make(reader: Path) -> None:
+    cli.main(["study", "studies/scenes.yaml"])
+    for page in ("scenes.md", "scenes.svg", "scenes.json"):
+        assert (reader / "studies/results" / page).read_bytes() == (ROOT / "studies/results" / page).read_bytes()
+
+
+class Resources(HTMLParser):
+    """What a page loads by itself, and where its links lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "a":
+            self.links.append(values.get("href") or "")
+        elif tag in ("script", "img", "iframe", "source") or (
+            tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload")
+        ):
+            self.loaded += [value for key in ("src", "href") if (value := values.get(key))]
+
+
+def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        found = Resources()
+        found.feed(page.read_text(encoding="utf-8"))
+        for address in found.loaded:
+            assert "//" not in address, (page.name, address)
+            if page.name != "404.html":
+                assert (page.parent / address.split("?")[0]).exists(), (page.name, address)
+        for address in found.links:
+            if page.name != "404.html" and address and not re.match(r"https?:|#|mailto:", address):
+                assert (page.parent / address.split("#")[0]).exists(), (page.name, address)
+    settings = (site / "reference/settings.html").read_text(encoding="utf-8")
+    assert "views.num_queries" in settings
+    assert "search_index.js" in {path.name for path in site.rglob("*.js")}  # search without a server
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of a page's prose: no code, tables, headings, links' targets or pictures."""
+    text = re.sub(r"```.*?```|\$\$.*?\$\$", "", text_of(page), flags=re.DOTALL)
+    text = re.sub(r"!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"\]\(.*?\)", "]", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not re.match(r"\s*(\||#|:::|options)", line)]
+    joined = re.sub(r"\n\s*([-*]|\d+\.) ", "\n\n", "\n".join(lines))
+    parts = [part for paragraph in joined.split("\n\n") for part in re.split(r"(?<=[.:?!])\s+", paragraph)]
+    return [part.strip() for part in parts if len(part.split()) > 2]
+
+
+PROSE = [*PAGES, "docs/index.md", "docs/health.md", "docs/architecture.md"]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_sentences_are_short_and_words_are_the_fields(page: str) -> None:
+    lengths = [len(sentence.split()) for sentence in sentences(page)]
+    assert sum(lengths) / len(lengths) <= LONGEST_MEAN
+    for phrase in BANNED:
+        assert not re.search(phrase, text_of(page), re.IGNORECASE), phrase
+
+
+def test_a_page_that_is_hard_to_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = "A sentence " + "that goes on and on and " * 8 + "ends. " + "They are alike."
+    monkeypatch.setitem(globals(), "text_of", lambda page: hard)
+    assert max(len(sentence.split()) for sentence in sentences("any")) > 30
+    with pytest.raises(AssertionError):
+        test_sentences_are_short_and_words_are_the_fields("any")
