@@ -17,7 +17,6 @@ FILE.parquet.json and FILE.parquet.unreadable.jsonl lie beside it. `embedded` sa
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import re
@@ -37,6 +36,7 @@ from adclr.features import embedded
 from adclr.features.embedded import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
 from adclr.system import outputs
 from adclr.system.files import read_json, sync, write_json
+from adclr.system.optional import check_installed
 
 Rows = Sequence[tuple[str, NDArray[Any]]]  # the name of an image and its vector (D) or patch map (height×width×D)
 
@@ -68,8 +68,8 @@ class Parts:
     @staticmethod
     def check(out: Path, kind: Format) -> None:
         """What can be refused before any image is looked for."""
-        if kind == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise UserError("Parquet files are written by pyarrow, which is missing; run: pip install 'adclr[embed]'")
+        if kind == "parquet":
+            check_installed("pyarrow", "embed", "writing Parquet files")
         if out.suffix == ".parquet" and kind != "parquet":
             raise UserError(f"patch maps are several files, and {out} is the name of one; give that of a folder")
         if out.suffix == ".parquet" and os.path.isdir(out):
