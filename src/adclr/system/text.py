@@ -27,7 +27,18 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def as_utf8(text: str) -> str:
+    """Return a name of a file as text that every program can read: bytes that are not UTF-8 become \\udcNN."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def one_line(error: Exception, length: int = 200) -> str:
+    """Return the message of an error in one line of at most so many characters, or its type if there is none."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
+
+
 def format_size(gigabytes: float) -> str:
+    """Return a size in the unit that suits it: 1.2 TB, 340 MB."""
     for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
         if gigabytes >= length:
             return f"{gigabytes / length:.3g} {unit}"

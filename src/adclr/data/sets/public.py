@@ -22,6 +22,7 @@ from adclr.config.sections import UserError
 from adclr.data.sources import Items, Source
 from adclr.system.files import read_json
 from adclr.system.optional import require
+from adclr.system.text import one_line
 
 
 class Files(Items):
@@ -133,5 +134,5 @@ def open_set(kind: str, where: str) -> tuple[Source, Source]:
     except UserError:
         raise
     except Exception as error:  # of many kinds, all about what is on the disk
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         raise UserError(f"{root} does not hold {kind} as it is published ({reason}); unpack it there") from None
