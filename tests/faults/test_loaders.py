@@ -28,8 +28,8 @@ from tiny import TINY, tiny
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}
 # In the process: threads that read one image hang, as on a disk that does not answer, until a file is there.
 HANG = """
-import os, threading, time, adclr.data.sources as s, adclr.system.threads as t
-t.STALL_SECONDS = 2.0
+import os, threading, time, adclr.data.sources as s, adclr.system.threads as w
+w.PATIENCE_SECONDS = 2.0
 read = s.read_file
 def hanging(path):
     if path.endswith({name!r}) and threading.current_thread().name.startswith(("decode", "cache")):
@@ -86,7 +86,7 @@ def test_decoding_into_memory_does_not_wait_for_ever(images: Path, tmp_path: Pat
 
 def test_choosing_a_recipe_does_not_wait_for_ever(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, release = ImageFolder(images / "train"), threading.Event()
-    monkeypatch.setattr(threads, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(source, "read", lambda _: bytes(release.wait()))
     with pytest.raises(StalledError):
         collection.median_side(source)
@@ -122,7 +122,7 @@ def test_no_memory_for_a_moment_costs_nothing_and_for_longer_ends_the_run(
 
 
 def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
     with Workers(2, "slow") as slow:
         futures = [slow.submit(time.sleep, 0.2) for _ in range(10)]
         result(futures[-1], slow)  # comes after a second

@@ -32,7 +32,7 @@ ASSEMBLERS = 2
 # it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
 SWITCH_SECONDS = 5e-4
 # Threads count as stuck after so long without a finished task; with the polling of `result`, after about a minute.
-STALL_SECONDS = 50.0
+PATIENCE_SECONDS = 50.0
 
 Request = TypeVar("Request")  # what a batch is made for, such as its epoch and the indices of its images
 Item = TypeVar("Item")
@@ -227,12 +227,12 @@ def result(future: Future[T], *pools: Workers) -> T:
         now, count = time.monotonic(), sum(pool.num_finished for pool in pools)
         if count != num_finished:
             num_finished, since = count, now
-        elif now - since > STALL_SECONDS:
+        elif now - since > PATIENCE_SECONDS:
             for pool in pools:
                 pool.stuck = True
             raise StalledError
         try:
-            return future.result(timeout=STALL_SECONDS / 20)
+            return future.result(timeout=PATIENCE_SECONDS / 20)
         except TimeoutError:
             continue  # or an error of the task, which is raised below
     return future.result()
