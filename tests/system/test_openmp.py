@@ -16,7 +16,7 @@ from adclr.training import job, launch
 from studied import study
 from tiny import TINY
 
-OPENMP = (*openmp.WAIT_VARIABLES, *openmp.THREAD_VARIABLES)
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 CORES = machine.cpu_count()
 
 

@@ -1,4 +1,4 @@
-"""Environment variables of OpenMP, which torch reads when it is loaded: how its threads wait, and how many there are."""
+"""Environment variables that OpenMP reads when torch loads it: how its threads wait, and how many there are."""
 
 from __future__ import annotations
 

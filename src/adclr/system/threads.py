@@ -116,7 +116,7 @@ class _OrderedLoader(Generic[Request, Item, Batch]):
         return [self.load(int(index)) for index in indices]
 
     def next_batch(self) -> Batch:
-        """Return the batch of the oldest request; if threads are stuck or out of memory, try once more with new ones."""
+        """Return the batch of the oldest request; try once more if the threads are stuck or out of memory."""
         try:
             batch = self._wait_for_first()
         except (StalledError, MemoryError) as error:
