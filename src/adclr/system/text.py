@@ -1,4 +1,4 @@
-"""Text from outside (names of files and classes, reasons of other programs), made safe to print."""
+"""Text from outside (names of files and classes, messages of other programs) made safe to print; sizes with units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ JOINERS = "\u200c\u200d"  # zero-width (non-)joiner, without which Persian, Indi
 
 
 def printable(text: str) -> str:
-    """Returns the text with everything that a terminal would obey instead of show escaped as Python writes it.
+    """Return the text with everything escaped, as Python writes it, that a terminal would obey instead of show.
 
     These are control characters (among them escape sequences, newlines and tabs), bidirectional overrides and other
     invisible characters, line separators, and bytes that are not UTF-8. Letters of all scripts and all spaces stay.
@@ -23,7 +23,7 @@ def _is_shown(character: str) -> bool:
 
 
 def printable_lines(text: str) -> str:
-    """Returns a text of several lines with each of them made printable."""
+    """Return a text of several lines with each of them made printable."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
