@@ -117,15 +117,14 @@ def _has(path: str, character: str) -> bool:
 
 
 def _spell_out(text: str, missing: set[str], path: str) -> str:
-    parts, coded = [], []
-    for is_missing, letters in groupby(text, missing.__contains__):
-        if not is_missing:
-            parts.append("".join(letters))
-            continue
-        for plain, run in groupby(((c, _without_accent(c, path)) for c in letters), lambda pair: bool(pair[1])):
-            pairs = list(run)
-            parts.append("".join(p for _, p in pairs) if plain else "U+" + "-".join(f"{ord(c):04X}" for c, _ in pairs))
-            coded += [c for c, _ in pairs if not plain]
+    plain = {c: _without_accent(c, path) if c in missing else c for c in text}
+    parts = []
+    for readable, letters in groupby(text, lambda c: bool(plain[c])):
+        if readable:
+            parts.append("".join(plain[c] for c in letters))
+        else:
+            parts.append("U+" + "-".join(f"{ord(c):04X}" for c in letters))
+    coded = [c for c in text if not plain[c]]
     if coded and not _reported:
         _reported.extend(coded)
         print(
