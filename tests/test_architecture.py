@@ -24,10 +24,11 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.files", "system.runs", "system.outputs", "system.text", "system.progress"),
-    *("system.machine", "system.threads", "data.sources", "data.collection", "data.decode", "data.draws"),
+    *("config", "cli", "system.files", "system.machine", "system.openmp", "system.optional", "system.outputs"),
+    *("system.progress", "system.runs", "system.text", "system.threads"),
+    *("data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_text", "training.plan_cost"),
-    *("training.plan_gpus", "training.loggers"),
+    *("training.plan_gpus", "training.loggers", "data.draws"),
 )
 OPTIONAL = {
     *("wandb", "mlflow", "tensorboard", "timm", "transformers", "onnxruntime", "huggingface_hub", "pyarrow"),

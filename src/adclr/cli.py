@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from adclr import __version__
-from adclr.system import machine
+from adclr.system import openmp
 from adclr.system.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # a name the terminal cannot show must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    machine.prepare_threads()  # before a command imports torch
+    openmp.configure()  # before a command imports torch
     try:
         _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -268,13 +268,13 @@ def test_a_missing_package_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPat
     compression = data.index((259).to_bytes(2, "little") + (3).to_bytes(2, "little"))
     data[compression + 8] = 5  # it says it is compressed by LZW, for which tifffile needs another package
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    with pytest.raises(UserError, match=r"need imagecodecs, which is not installed; pip install imagecodecs$"):
+    with pytest.raises(UserError, match=r"needs imagecodecs, which is not installed; run: pip install imagecodecs$"):
         Decoder(num_channels=5)(bytes(data))
     deep = tiff(np.zeros((12, 14, 3), np.uint16), photometric="rgb")
     monkeypatch.setitem(sys.modules, "tifffile", None)
     for decoder, file in ((Decoder(num_channels=5), bytes(data)), (Decoder(), deep)):
         with pytest.raises(
-            UserError, match=r"need tifffile, which is not installed; pip install 'adclr\[multiband\]'$"
+            UserError, match=r"needs tifffile, which is not installed; run: pip install 'adclr\[multiband\]'$"
         ):
             decoder(file)
     assert Decoder()(encoded(PHOTO, "TIFF")).shape == (3, 20, 30)  # which Pillow reads

@@ -138,7 +138,7 @@ def test_a_missing_package_ends_the_run_once_and_lists_no_image(
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "tifffile", None)
         for cache in ("auto", "off"):
-            with pytest.raises(UserError, match=r"need tifffile, which is not installed; pip install"):
+            with pytest.raises(UserError, match=r"needs tifffile, which is not installed; run: pip install"):
                 package.pretrain(data, out=tmp_path / "run", cache=cache, **tiny)
             assert not (tmp_path / "run" / "quarantine.jsonl").exists()
     assert package.pretrain(data, out=tmp_path / "run", **tiny).finished  # with it, the same command trains

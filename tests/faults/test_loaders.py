@@ -22,13 +22,13 @@ from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
 from adclr.data.views import plan
 from adclr.system import threads
-from adclr.system.threads import Stuck, Workers, result
+from adclr.system.threads import StalledError, Workers, result
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}
 # In the process: threads that read one image hang, as on a disk that does not answer, until a file is there.
 HANG = """
-import os, threading, time, adclr.sources as s, adclr.workers as w
+import os, threading, time, adclr.data.sources as s, adclr.system.threads as w
 w.PATIENCE_SECONDS = 2.0
 read = s.read_file
 def hanging(path):
@@ -88,7 +88,7 @@ def test_choosing_a_recipe_does_not_wait_for_ever(images: Path, monkeypatch: pyt
     source, release = ImageFolder(images / "train"), threading.Event()
     monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(source, "read", lambda _: bytes(release.wait()))
-    with pytest.raises(Stuck):
+    with pytest.raises(StalledError):
         collection.median_side(source)
     release.set()
 
@@ -130,7 +130,7 @@ def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Workers(2, "stuck")
     futures = [waiting.submit(release.wait) for _ in range(4)]
     started = time.monotonic()
-    with pytest.raises(Stuck):
+    with pytest.raises(StalledError):
         result(futures[0], waiting)
     assert 0.5 < time.monotonic() - started < 2
     waiting.close()  # at once

@@ -26,8 +26,9 @@ from adclr.data.sources import Files, ImageFolder
 from adclr.features import analysis, explorer
 from adclr.features.explorer import server
 from adclr.features.explorer.gallery import Gallery
-from adclr.features.explorer.library import GIB, Library, cells
+from adclr.features.explorer.library import Library, cells
 from adclr.model.vit import VisionTransformer
+from adclr.system.machine import GIB
 from adclr.weights.backbone import Weights
 from tiny import Adclr
 

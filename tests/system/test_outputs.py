@@ -127,7 +127,7 @@ def without_words(path: Path) -> None:
         value["provenance"].pop("written_by")
         path.write_text(json.dumps(value, indent=2))
     else:
-        path.write_bytes(outputs.WORDS.sub(b"", path.read_bytes()))
+        path.write_bytes(outputs.AUTHOR.sub(b"", path.read_bytes()))
     assert outputs.author(path) is None
 
 

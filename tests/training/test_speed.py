@@ -64,12 +64,12 @@ def test_kernels_that_cannot_be_compiled_are_not_launched(
     """A machine may have Triton and no C compiler; Triton says so when it first launches something."""
     monkeypatch.setattr(triton_available, "possible", True)
     monkeypatch.setattr(trial_kernels, "launch", broken)
-    triton_available.try_out(CPU)
+    triton_available.check_launch(CPU)
     assert triton_available.possible  # nothing was tried
     gpu = SimpleNamespace(device=torch.device("cuda:0"), is_cuda=True, dtype=torch.bfloat16, shape=(9, 64))
     assert norm.fits(gpu)  # type: ignore[arg-type]
     for _ in range(2):
-        triton_available.try_out(torch.device("cuda:0"))
+        triton_available.check_launch(torch.device("cuda:0"))
         assert not triton_available.possible
     assert capsys.readouterr().err == "Triton cannot compile kernels here, so all is slower (no compiler of any kind)\n"
     assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
@@ -146,10 +146,10 @@ def test_training_with_checkpointed_activations_is_the_same(images: Path, tmp_pa
 
 
 def test_deterministic_holds_while_it_is_asked_for() -> None:
-    with speed.repeatable(True):
+    with devices.deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with speed.repeatable(False):
+    with devices.deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
 
 

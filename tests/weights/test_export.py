@@ -257,9 +257,9 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         export(run, "safetensors", tmp_path / "new" / "deeper" / "out")
     assert error.value.filename == str(tmp_path / "new" / "deeper" / "out")
     monkeypatch.undo()
-    monkeypatch.setattr("adclr.weights.export.onnx.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"writing ONNX needs onnx, which is not installed; pip install 'adclr\[onnx\]'"
+        UserError, match=r"writing ONNX needs onnx, which is not installed; run: pip install 'adclr\[onnx\]'"
     ):
         export(run, "onnx", tmp_path / "new" / "out")
     assert names() == before

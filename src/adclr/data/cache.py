@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from adclr.config.sections import UserError
 from adclr.data.augment import Packed, pack
 from adclr.data.decode import Pixels
+from adclr.system.machine import GIB
 from adclr.system.progress import Line
 from adclr.system.threads import Workers, in_order, result
 
@@ -28,7 +29,6 @@ HOST_SHARE, GPU_SHARE = 0.5, 0.25  # of the free memory that `auto` takes
 # Images that threads put together before they are stored, since for each part Python's lock is asked for; fewer where
 # so many would be more than these bytes.
 TOGETHER, PART = 32, 2**25
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from adclr.config.sections import UserError
 from adclr.data.jpeg import Header, read_header
+from adclr.system import optional
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 ORIENTATION = 0x0112  # the tag of EXIF
@@ -40,6 +41,7 @@ PARTS = (273, 324)  # tags that say where strips or tiles lie
 ALPHA = (1, 2)  # of EXTRA_SAMPLES
 MISSING = 128  # what libjpeg shows in all colours where a file has no more data
 MORE = bytes(range(16, 240, 3))  # data that are no marker and not all nought
+A_TIFF = "a TIFF file among the images"  # in errors about missing packages
 Pixels = NDArray[np.uint8]  # C×height×width
 
 # Our own limit is checked before decoding; Pillow's would be the same for every caller of the process.
@@ -202,7 +204,7 @@ class Decoder:
 
     def _bands(self, data: bytes, at_least: bool = False) -> Pixels:
         """A TIFF file of any number of channels, first or last; `at_least`: more are there and left (transparency)."""
-        with _tifffile().TiffFile(io.BytesIO(data)) as file:
+        with optional.require("tifffile", "multiband", A_TIFF).TiffFile(io.BytesIO(data)) as file:
             series = file.series[0]
             shape, count = tuple(int(n) for n in series.shape), self.num_channels
             if len(shape) == 2:
@@ -217,7 +219,7 @@ class Decoder:
                 array = np.moveaxis(series.asarray().reshape(shape), channels[0], 0)[:count]
             except ValueError as error:
                 if "imagecodecs" in str(error) and find_spec("imagecodecs") is None:
-                    raise UserError(_missing("imagecodecs", "imagecodecs")) from None
+                    raise optional.not_installed("imagecodecs", "imagecodecs", A_TIFF) from None
                 raise
             found = file.pages[0].tags.get(ORIENTATION)
         array = array if array.dtype == np.uint8 else to_bytes(array, self.max_value)
@@ -286,18 +288,6 @@ def _reason(error: Exception) -> str:
     if "truncat" in text.lower():
         return "the file is cut off: it ends before its last pixel"
     return f"it cannot be decoded ({text})" if text else "it cannot be decoded"
-
-
-def _tifffile() -> Any:
-    try:
-        import tifffile
-    except ModuleNotFoundError:
-        raise UserError(_missing("tifffile", "'adclr[multiband]'")) from None
-    return tifffile
-
-
-def _missing(package: str, install: str) -> str:
-    return f"some of the images are TIFF files that need {package}, which is not installed; pip install {install}"
 
 
 def tiff_bands(data: bytes) -> int | None:

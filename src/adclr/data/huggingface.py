@@ -10,6 +10,7 @@ from typing import Any
 
 from adclr.config.sections import UserError
 from adclr.data.sources import Items, is_searched
+from adclr.system.optional import require
 
 STATE = "state.json"  # which every such data set has
 
@@ -18,10 +19,7 @@ class HuggingFace(Items):
     """The first column of images; labels are those of the first column of classes. `hf:PATH` or `hf:PATH/train`."""
 
     def __init__(self, path: str) -> None:
-        try:
-            import datasets
-        except ModuleNotFoundError:
-            raise UserError("hf: needs the package datasets; run: pip install 'adclr[huggingface]'") from None
+        datasets = require("datasets", "huggingface", "hf:")
         if not (Path(path) / STATE).exists():
             splits = Path(path) / "dataset_dict.json"
             hint = (

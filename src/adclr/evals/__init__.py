@@ -19,11 +19,10 @@ from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.data.sources import is_searched
 from adclr.evals import wording
-from adclr.features.parts import readable
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.text import printable_lines
+from adclr.system.text import as_utf8, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # what is put behind PLACE for the name of a picture, and of a folder
 # what each evaluation writes beside its JSON file
@@ -181,9 +180,9 @@ def file_of(name: str, settings: Any) -> Path:
     own = os.path.isdir(weights) or weights.name == "backbone.safetensors"
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     places = [os.path.abspath(one) if os.path.exists(one) else one for one in data]
-    told = [readable(place) for place in places]
+    told = [as_utf8(place) for place in places]
     update = {
-        "weights": "" if own else readable(weights.name),
+        "weights": "" if own else as_utf8(weights.name),
         "data": tuple(told) if isinstance(settings.data, tuple) else told[0],
     }
     hashed = blake2b(settings.model_copy(update=update).model_dump_json().encode(), digest_size=4).hexdigest()

@@ -17,7 +17,6 @@ FILE.parquet.json and FILE.parquet.unreadable.jsonl lie beside it. `embedded` sa
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import re
@@ -37,13 +36,10 @@ from adclr.features import embedded
 from adclr.features.embedded import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
 from adclr.system import outputs
 from adclr.system.files import read_json, sync, write_json
+from adclr.system.optional import check_installed
+from adclr.system.text import as_utf8
 
 Rows = Sequence[tuple[str, NDArray[Any]]]  # the name of an image and its vector (D) or patch map (height×width×D)
-
-
-def readable(name: str) -> str:
-    """A name as text that every program can read: bytes that are not UTF-8 become \\udcNN."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 class Parts:
@@ -68,8 +64,8 @@ class Parts:
     @staticmethod
     def check(out: Path, kind: Format) -> None:
         """What can be refused before any image is looked for."""
-        if kind == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise UserError("Parquet files are written by pyarrow, which is missing; run: pip install 'adclr[embed]'")
+        if kind == "parquet":
+            check_installed("pyarrow", "embed", "writing Parquet files")
         if out.suffix == ".parquet" and kind != "parquet":
             raise UserError(f"patch maps are several files, and {out} is the name of one; give that of a folder")
         if out.suffix == ".parquet" and os.path.isdir(out):
@@ -181,7 +177,7 @@ class Parts:
 
         values = np.stack([value for _, value in rows])
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-        table = pa.table({"path": [readable(name) for name, _ in rows], "vector": vectors})
+        table = pa.table({"path": [as_utf8(name) for name, _ in rows], "vector": vectors})
         told = table.replace_schema_metadata({"adclr": json.dumps(self.facts)} | outputs.signature("embed"))
         parquet.write_table(told, path, use_dictionary=False, compression="none")  # neither would make it smaller
         return []
@@ -195,7 +191,7 @@ class Parts:
         records = list(self.records())
         rows = sum(record["rows"] for record in records)
         unreadable = [
-            {"path": readable(path), "reason": reason, "part": number}
+            {"path": as_utf8(path), "reason": reason, "part": number}
             for number, record in enumerate(records)
             for path, reason in record["unreadable"].items()
         ]
@@ -266,7 +262,7 @@ def _write_safetensors(path: Path, rows: Rows) -> list[Any]:
     from safetensors.numpy import save_file
 
     save_file({f"{number:06d}": np.ascontiguousarray(value) for number, (_, value) in enumerate(rows)}, path)
-    return [[readable(name), f"{number:06d}", *value.shape[:2]] for number, (name, value) in enumerate(rows)]
+    return [[as_utf8(name), f"{number:06d}", *value.shape[:2]] for number, (name, value) in enumerate(rows)]
 
 
 def _write_npy(path: Path, rows: Rows) -> list[Any]:
@@ -275,7 +271,7 @@ def _write_npy(path: Path, rows: Rows) -> list[Any]:
     starts = (np.cumsum(counts) - counts).tolist()
     with open(path, "wb") as file:
         np.save(file, np.concatenate([value.reshape(-1, value.shape[-1]) for _, value in rows]), allow_pickle=False)
-    return [[readable(name), start, *value.shape[:2]] for start, (name, value) in zip(starts, rows, strict=True)]
+    return [[as_utf8(name), start, *value.shape[:2]] for start, (name, value) in zip(starts, rows, strict=True)]
 
 
 def _together(path: Path, files: list[Path]) -> None:

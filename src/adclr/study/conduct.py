@@ -19,7 +19,7 @@ from typing import Any
 from adclr.config.sections import UserError
 from adclr.study.outline import Cell, Evaluation, Study, locate, name_of
 from adclr.study.results import Results, value
-from adclr.system import machine
+from adclr.system import openmp
 from adclr.system.files import write_json
 from adclr.system.progress import Line
 from adclr.system.runs import Run
@@ -174,7 +174,7 @@ def _start(study: Study, cell: Cell, results: Results, place: Place, slot: int, 
     run, file = Run(place.out / name), place.out / "jobs" / f"{name}.json"
     write_json(file, job_of(study, cell, results, place))
     gpu, log = place.gpus[slot], file.with_suffix(".log")
-    threads = machine.thread_environment(len(place.gpus))
+    threads = openmp.environment(len(place.gpus))
     with open(log, "ab") as said, _share_of_cores(slot, len(place.gpus)):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "adclr.study.work", str(file), str(leash)],

@@ -1,7 +1,10 @@
-"""Which device to work on, and in which precision."""
+"""The device to work on, its streams and precision, and copies to it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,7 +18,7 @@ from adclr.system import distributed, triton_available
 
 
 def choose(name: str) -> torch.device:
-    """`auto` is the GPU if there is one; in a group of processes each takes the one of its number."""
+    """Return the device of a name; `auto` is the GPU if there is one, for a process of torchrun that of its number."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise UserError("device=cuda was asked for but torch finds no GPU here; set device=cpu or install its driver")
@@ -26,24 +29,24 @@ def choose(name: str) -> torch.device:
         raise UserError(f"process {number} has no GPU of its own: there are {torch.cuda.device_count()}; start fewer")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    triton_available.try_out(device)
+    triton_available.check_launch(device)
     return device
 
 
 def be_on(device: torch.device) -> None:
-    """For a new thread, which begins on the first GPU, whichever the others are on."""
+    """Select a GPU in a new thread, which would otherwise work on the first."""
     if device.index is not None:
         torch.cuda.set_device(device)
 
 
 @cache
 def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
-    """One for each purpose in a process: torch has 32 of a device, and then gives the first out a second time."""
+    """Return the stream for a purpose, one in a process: torch has 32 of a device and then returns the first again."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where it is asked for, or by default on a GPU that has it; None is float32 throughout."""
+    """Return bfloat16 where the setting names it, or by default on a GPU that has it; None is float32 throughout."""
     if precision == "bfloat16" or (precision == "auto" and device.type == "cuda" and _has_bfloat16()):
         return torch.bfloat16
     return None
@@ -51,12 +54,42 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 @cache
 def _has_bfloat16() -> bool:
-    """PyTorch imitates it on older GPUs (T4, V100), which is slower than float32."""
+    """Return whether the GPU has bfloat16: PyTorch emulates it on older ones (T4, V100), slower than float32."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Make operations that a GPU does not repeat to the bit errors, or replace them by others that it does repeat."""
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, finds nothing
+    try:
+        _check_cublas()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+
+
+def _check_cublas() -> None:
+    """Refuse if cuBLAS was started in this process before its workspace was configured."""
+    if torch.cuda.is_available():
+        try:
+            torch.ones(2, 2, device="cuda").mm(torch.ones(2, 2, device="cuda"))
+        except RuntimeError:
+            raise UserError(
+                "train.deterministic=true comes too late in this process, which has used the GPU; "
+                "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8 before it starts"
+            ) from None
+
+
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device, without waiting for what the device is doing (which unpinned memory would)."""
+    """Return a copy on the device, without waiting for what the device is doing (as unpinned memory would)."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -64,19 +97,19 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def send_all(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """All of them in one copy: each would cost 50 µs of the host's time."""
-    places = np.cumsum([0] + [-(-array.nbytes // 16) * 16 for array in arrays])  # each begins at 16 bytes
-    buffer = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    written = buffer.numpy()
-    for array, place in zip(arrays, places[:-1], strict=True):
-        written[place : place + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    """Return copies of several arrays, sent in one transfer: each would cost 50 µs of the host's time."""
+    *offsets, size = np.cumsum([0] + [-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # aligned to 16 bytes
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = buffer.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        host[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     sent = buffer.to(device, non_blocking=True)
     return [
-        sent[place : place + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
-        for array, place in zip(arrays, places[:-1], strict=True)
+        sent[offset : offset + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=True)
     ]
 
 
 @cache
-def _dtype(kind: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, kind)).dtype
+def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

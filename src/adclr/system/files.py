@@ -1,4 +1,4 @@
-"""Reads and writes files so that they are whole or absent, also when the disk is full or the power fails."""
+"""Files that are whole or absent, also when the disk is full or the power fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adclr.config.sections import UserError
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
-    """The file is there whole or not at all; also after a power cut, unless that is not worth the wait for the disk."""
+    """Write a file that is then there whole or not at all; if `durable`, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -25,14 +25,14 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # which write(2) does not say; of rename(2) it is the temporary name
+            error.filename = str(path)  # write(2) does not say it; for rename(2) it is the temporary name
         raise
     if durable:
         sync(path.parent)
 
 
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """A new file, on the disk when this returns."""
+    """Write a new file that is on the disk when this returns."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for piece in pieces:
@@ -43,19 +43,19 @@ def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:  # a disk that is nearly full takes a part of it, and only then says so
-        left = left[os.write(handle, left) :]
+    rest = memoryview(data)
+    while rest:  # a disk that is nearly full takes a part of it, and fails only at the next
+        rest = rest[os.write(handle, rest) :]
 
 
-def _open_itself(path: str | Path, flags: int) -> int:
-    """Never what a link leads to: one in a run that somebody gave away must not make us write elsewhere."""
+def open_no_follow(path: str | Path, flags: int) -> int:
+    """Open a file but not what a link leads to: a link in somebody else's run must not make us write elsewhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _append(path: Path, data: bytes) -> None:
-    """All of it or, if the disk is full, nothing."""
-    handle = _open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def append(path: Path, data: bytes) -> None:
+    """Append all of the data or, if the disk is full, nothing."""
+    handle = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(handle).st_size
         try:
@@ -69,22 +69,22 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Says before any work is done that a file or folder could not be made there."""
+    """Refuse, before any work is done, if a file or folder cannot be written there."""
     parent = path
     try:
         while not parent.exists() and parent != parent.parent:
             parent = parent.parent
-        good = os.access(parent, os.W_OK | (os.X_OK if parent.is_dir() else 0))
-        if good and parent != path and not parent.is_dir():
+        writable = os.access(parent, os.W_OK | (os.X_OK if parent.is_dir() else 0))
+        if writable and parent != path and not parent.is_dir():
             raise UserError(f"{path} cannot be made, for {parent} is a file; choose another place")
     except OSError as error:
         raise UserError(f"{path} cannot be made ({error.strerror}); choose another place") from None
-    if not good:
+    if not writable:
         raise UserError(f"{path} cannot be written: there is no permission for {parent}; choose another place")
 
 
 def sync(path: Path) -> None:
-    """A file, or the names in a directory."""
+    """Wait until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -93,10 +93,12 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as a JSON file, whole or not at all."""
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
+    """Return the value of a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

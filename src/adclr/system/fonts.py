@@ -1,6 +1,6 @@
-"""Fonts for names in pictures: Pillow's own where it suffices, else one of the system, else letters are spelled.
+"""Fonts for names in pictures: Pillow's default font, else one of the system, else characters are spelled out.
 
-Pillow's own font needs no file and has little more than ASCII. No font is shipped here: one with the letters of all
+Pillow's default font needs no file and has little more than ASCII. No font is shipped here: one with the letters of all
 scripts is larger than the rest of the program.
 """
 
@@ -20,21 +20,17 @@ from adclr.system.text import printable
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 ENDINGS = (".ttf", ".otf", ".ttc")
-# Fonts with many scripts, the first that has a name's letters is taken; any other font of the system comes after them.
-PREFERRED: tuple[str, ...] = (
-    "DejaVuSans",
-    "NotoSans-Regular",
-    "NotoSansCJK-Regular",
-    "NotoSansCJKjp-Regular",
-    "wqy-microhei",
+# Fonts of many scripts; the first that has a name's letters is taken. Other fonts of the system come after them.
+PREFERRED = (
+    *("DejaVuSans", "NotoSans-Regular", "NotoSansCJK-Regular", "NotoSansCJKjp-Regular", "wqy-microhei"),
+    *("DroidSansFallbackFull", "DroidSansFallback", "Arial Unicode", "segoeui", "msyh", "YuGothM", "malgun"),
 )
-PREFERRED += ("DroidSansFallbackFull", "DroidSansFallback", "Arial Unicode", "segoeui", "msyh", "YuGothM", "malgun")
 STYLES = ("bold", "italic", "oblique", "mono", "serif", "condensed", "light", "black", "thin")
-MOST_FONTS = 400  # looked into
-PROBE = 16  # pixels, the size at which glyphs are compared
-NO_CHARACTER = "\ufffe"  # which no font has, so that its glyph is the one for what is missing
+MAX_FONTS = 400  # that are opened
+PROBE_SIZE = 16  # pixels, at which glyphs are compared
+NO_CHARACTER = "\ufffe"  # no font has it, so its glyph is that of a missing character
 
-_said: list[str] = []  # what no font has was said
+_reported: list[str] = []  # missing characters, of which the user is told once
 
 
 class Lettering(NamedTuple):
@@ -45,42 +41,37 @@ class Lettering(NamedTuple):
 
 
 def lettering(text: str, size: int) -> Lettering:
-    """Returns a name with a font in which it can be read, at a size in pixels.
+    """Return a name with a font in which it can be read, at a size in pixels.
 
-    What no font here has is spelled: an accent is left out (café: cafe), any other letter is its code point (犬:
-    U+72AC).
+    Characters that no font here has are spelled out: an accent is dropped (café: cafe), any other letter becomes its
+    code point (犬: U+72AC).
     """
     text = printable(text)
     needed = "".join(sorted({c for c in text if not c.isascii()}))
     path = _best(needed)
     missing = {c for c in needed if not _has(path, c)}
     font = _open(path, size)
-    return Lettering(_spelled(text, missing, path) if missing else text, font)
+    return Lettering(_spell_out(text, missing, path) if missing else text, font)
 
 
-def folders() -> list[Path]:
-    """Returns where systems keep their fonts."""
+def font_folders() -> list[Path]:
+    """Return the folders where systems keep their fonts."""
     home = Path.home()
     if sys.platform == "darwin":
         return [Path("/System/Library/Fonts"), Path("/Library/Fonts"), home / "Library/Fonts"]
     if sys.platform == "win32":
         return [Path(os.environ.get("WINDIR", "C:/Windows")) / "Fonts", home / "AppData/Local/Microsoft/Windows/Fonts"]
     shared = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
-    own = os.environ.get("XDG_DATA_HOME") or str(home / ".local/share")
-    return [*(Path(one) / "fonts" for one in [own, *shared.split(":")] if one), home / ".fonts"]
-
-
-def installed(name: str) -> bool:
-    """Returns whether a font file of this name is on the system."""
-    return any(os.path.basename(path) == name for path in _paths())
+    personal = os.environ.get("XDG_DATA_HOME") or str(home / ".local/share")
+    return [*(Path(folder) / "fonts" for folder in [personal, *shared.split(":")] if folder), home / ".fonts"]
 
 
 @lru_cache(maxsize=1)
 def _paths() -> tuple[str, ...]:
-    """The font files of the system, plain sans-serif ones of many scripts first."""
+    """Return the font files of the system, plain sans-serif ones of many scripts first."""
     paths = [
         os.path.join(folder, file)
-        for top in folders()
+        for top in font_folders()
         for folder, _, files in os.walk(top)
         for file in files
         if file.lower().endswith(ENDINGS)
@@ -91,12 +82,12 @@ def _paths() -> tuple[str, ...]:
         styles = sum(style in stem.lower() for style in STYLES)
         return PREFERRED.index(stem) if stem in PREFERRED else len(PREFERRED), styles, path
 
-    return tuple(sorted(paths, key=order)[:MOST_FONTS])
+    return tuple(sorted(paths, key=order)[:MAX_FONTS])
 
 
 @lru_cache(maxsize=4096)
 def _best(needed: str) -> str:
-    """The path of the first font that has all these letters, or of the one that has most; "" is Pillow's own."""
+    """Return the path of the first font with all these characters, or with most of them; "" is Pillow's default."""
     best, fewest = "", sum(not _has("", c) for c in needed)
     for path in _paths() if fewest else ():
         missing = sum(not _has(path, c) for c in needed)
@@ -116,27 +107,26 @@ def _open(path: str, size: int) -> Font:
 
 @lru_cache(maxsize=2**18)
 def _has(path: str, character: str) -> bool:
-    """Whether a font has a glyph of its own for a character; Pillow offers no other way than to compare pixels."""
+    """Return whether a font has a glyph for a character; Pillow offers no other way than to compare pixels."""
     try:
-        font = _open(path, PROBE)
-        own, none = font.getmask(character), font.getmask(NO_CHARACTER)
-    except (OSError, ValueError, ImportError):  # a font of colors or of fixed sizes, or one that is damaged
+        font = _open(path, PROBE_SIZE)
+        glyph, missing = font.getmask(character), font.getmask(NO_CHARACTER)
+    except (OSError, ValueError, ImportError):  # a font of colors or fixed sizes, or a damaged one
         return False
-    return bool(character.isspace()) or (own.size, bytes(own)) != (none.size, bytes(none))
+    return bool(character.isspace()) or (glyph.size, bytes(glyph)) != (missing.size, bytes(missing))
 
 
-def _spelled(text: str, missing: set[str], path: str) -> str:
-    parts, coded = [], []
-    for is_missing, letters in groupby(text, missing.__contains__):
-        if not is_missing:
-            parts.append("".join(letters))
-            continue
-        for plain, run in groupby(((c, _without_accent(c, path)) for c in letters), lambda pair: bool(pair[1])):
-            pairs = list(run)
-            parts.append("".join(p for _, p in pairs) if plain else "U+" + "-".join(f"{ord(c):04X}" for c, _ in pairs))
-            coded += [c for c, _ in pairs if not plain]
-    if coded and not _said:
-        _said.extend(coded)
+def _spell_out(text: str, missing: set[str], path: str) -> str:
+    plain = {c: _without_accent(c, path) if c in missing else c for c in text}
+    parts = []
+    for readable, letters in groupby(text, lambda c: bool(plain[c])):
+        if readable:
+            parts.append("".join(plain[c] for c in letters))
+        else:
+            parts.append("U+" + "-".join(f"{ord(c):04X}" for c in letters))
+    coded = [c for c in text if not plain[c]]
+    if coded and not _reported:
+        _reported.extend(coded)
         print(
             f"no font here has {coded[0]}, so that in pictures such letters are spelled as code points; "
             "install one that has them, such as Noto Sans",
@@ -146,13 +136,13 @@ def _spelled(text: str, missing: set[str], path: str) -> str:
 
 
 def _without_accent(character: str, path: str) -> str:
-    """The letters that a character consists of, without accents; "" if the font does not have these either."""
+    """Return the letters of a character without its accents; "" if the font does not have these either."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", character) if not unicodedata.combining(c))
     return plain if plain != character and all(c.isascii() or _has(path, c) for c in plain) else ""
 
 
-def forget() -> None:
-    """Looks for fonts anew when next asked."""
+def clear_caches() -> None:
+    """Search for fonts again at the next use."""
     for function in (_paths, _best, _open, _has):
         function.cache_clear()
-    _said.clear()
+    _reported.clear()

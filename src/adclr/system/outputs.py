@@ -1,15 +1,15 @@
-"""Who wrote a file: the rule by which no command replaces a file that it did not write.
+"""The author of a file: no command replaces a file that it did not write.
 
-Every file that a command writes for people says so in itself. The words "written by adclr COMMAND" stand within its
-first or last 16 KiB: in a key of a JSON object, a meta tag of a page, a line of text, or a text chunk of a PNG. Such a
-file is the command's own, wherever it is moved, and the same command replaces it. Every other file is somebody else's:
-the command refuses to replace it before it does any work, unless it is told `--overwrite`.
+Every file that a command writes for people contains the words "written by adclr COMMAND" in its first or last 16 KiB:
+in a key of a JSON object, a meta tag of a page, a line of text, or a text chunk of a PNG. The same command may replace
+such a file, wherever it was moved. It refuses to replace any other file, before it does any work, unless `--overwrite`
+is given.
 
-- Files in the formats of other programs have no room for the words; the JSON file beside them lists them with their
-  SHA-256 (`adclr export`), or says what they were made of (`adclr embed`).
-- Version 0.1 wrote no words. Its JSON files and pages are known by what they hold, and its pictures and texts by the
-  JSON file of version 0.1 that lies beside them.
-- A folder in which images are searched for is refused as output, `--overwrite` or not: the next run would take
+- Files in the formats of other programs cannot contain the words; the JSON file beside them lists them with their
+  SHA-256 (`adclr export`), or says what they were made from (`adclr embed`).
+- Version 0.1 did not write the words. Its JSON files and pages are recognized by their content, and its pictures and
+  texts by the JSON file of version 0.1 beside them.
+- A folder that is searched for images is refused as output, with or without `--overwrite`: the next run would take
   pictures that are written there for images of the collection.
 """
 
@@ -27,9 +27,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from adclr.config.sections import UserError
 
-WORDS = re.compile(rb"written[ _]by\W{1,5}adclr (\w+)")
-WINDOW = 2**14  # bytes at either end of a file that are searched for the words
-LARGEST = 2**26  # bytes of a JSON file of version 0.1 that is read to know it
+AUTHOR = re.compile(rb"written[ _]by\W{1,5}adclr (\w+)")
+SEARCHED_BYTES = 2**14  # at either end of a file
+MAX_OLD_JSON = 2**26  # bytes of a JSON file that is read to see whether it is of version 0.1
 REMEDY = "choose another --out, or say --overwrite to replace it"
 # Keys of the JSON files of version 0.1, beside "provenance"
 OLD_JSON = {
@@ -38,22 +38,22 @@ OLD_JSON = {
     "plan": ("basis", "memory"),
     "visualize": ("weights", "images"),
 }
-# What pages hold that have no words of their own: reports of version 0.1, and studies, whose pages name their command
+# Content of pages without the words: reports of version 0.1, and studies, whose pages name their command
 OLD_TEXT = {"report": " · adclr</title>".encode(), "study": b"Command: `adclr study "}
 
 
 def words(command: str) -> str:
-    """Returns what a text, a page or a picture that a command writes has to hold."""
+    """Return the words that a text, a page or a picture of a command has to contain."""
     return f"written by adclr {command}"
 
 
 def signature(command: str) -> dict[str, str]:
-    """Returns what a JSON object that a command writes has to hold, best as the last of its keys."""
+    """Return the key that a JSON object of a command has to contain, best as the last one."""
     return {"written_by": f"adclr {command}"}
 
 
 def png(image: Image.Image, command: str) -> bytes:
-    """Returns a picture as a PNG file that says who wrote it."""
+    """Return a picture as a PNG file that names the command."""
     info, buffer = PngInfo(), io.BytesIO()
     info.add_text("Software", words(command))
     image.save(buffer, format="PNG", pnginfo=info)
@@ -61,17 +61,17 @@ def png(image: Image.Image, command: str) -> bytes:
 
 
 def author(path: Path) -> str | None:
-    """Returns the command that wrote a file, by its words; None if there are none."""
-    match = WORDS.search(_ends(path))
+    """Return the command that a file names as its author; None if it names none."""
+    match = AUTHOR.search(_ends(path))
     return None if match is None else match[1].decode()
 
 
 def check(
     command: str, files: Iterable[Path], overwrite: bool = False, record: Path | None = None, remedy: str = REMEDY
 ) -> None:
-    """Refuses if one of the files is there and is not the command's own.
+    """Refuse if one of the files exists and was not written by the command.
 
-    `record` is the file of these that version 0.1 is known by; it vouches for the others.
+    `record` is the file by which files of version 0.1 are recognized, all of these by the one.
     """
     old: bool | None = None
     for path in files:
@@ -86,22 +86,22 @@ def check(
 
 
 def _ends(path: Path) -> bytes:
-    """The first and the last bytes of a file; none of what cannot be read."""
+    """Return the first and the last bytes of a file; none if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            head = file.read(WINDOW)
-            file.seek(max(len(head), os.fstat(file.fileno()).st_size - WINDOW))
-            return head + file.read(WINDOW)
+            head = file.read(SEARCHED_BYTES)
+            file.seek(max(len(head), os.fstat(file.fileno()).st_size - SEARCHED_BYTES))
+            return head + file.read(SEARCHED_BYTES)
     except OSError:
         return b""
 
 
 def _is_old(path: Path, command: str) -> bool:
-    """Whether a file is one of version 0.1, or a page of a study."""
+    """Return whether a file is one of version 0.1, or a page of a study."""
     if command in OLD_TEXT:
         return OLD_TEXT[command] in _ends(path)
     try:
-        value = json.loads(path.read_bytes()) if os.path.getsize(path) <= LARGEST else None
+        value = json.loads(path.read_bytes()) if os.path.getsize(path) <= MAX_OLD_JSON else None
     except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(value, dict) or command not in OLD_JSON or not set(OLD_JSON[command]) <= set(value):

@@ -1,11 +1,10 @@
-"""Progress of anything long: a live line on a terminal, a plain line now and then where there is none."""
+"""Progress of anything long: a live bar on a terminal, elsewhere a plain line every ten seconds."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
@@ -21,7 +20,7 @@ PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in the unit that suits it: 45 seconds, 12.3 minutes, 4.6 days."""
+    """Return a time in the unit that suits it: 45 seconds, 12.3 minutes, 4.6 days."""
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -29,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 class Line:
-    """`with Line("pretrain", total) as line: line.move(done, "loss 5.1")`"""
+    """Progress towards a known total: `with Line("pretrain", total) as line: line.move(done, "loss 5.1")`."""
 
     def __init__(self, name: str, total: int, done: int = 0, show: bool = True) -> None:
         self.name, self.total, self.first = name, total, done
@@ -40,7 +39,7 @@ class Line:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
-            TextColumn("{task.fields[left]}"),  # rich's own forgets what is more than 30 seconds ago, such as a step
+            TextColumn("{task.fields[left]}"),  # rich's own uses the last 30 seconds, less than a step can take
             console=self.console,
             disable=not self.live,
             transient=True,
@@ -52,15 +51,14 @@ class Line:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
     def move(self, done: int, text: str = "") -> None:
+        """Show that `done` of the total are done, with a text and the time that is left."""
         now = time.monotonic()
-        begun = done - self.first  # of nothing done yet nobody knows what is left
-        left = f"{duration((now - self.started) / begun * (self.total - done))} left" if begun else ""
+        advanced = done - self.first
+        left = f"{duration((now - self.started) / advanced * (self.total - done))} left" if advanced else ""
         if self.live:
             self.bar.update(self.task, completed=done, text=escape(printable(text)), left=left)
         elif now - self.printed >= PLAIN_SECONDS or done == self.total:
@@ -68,37 +66,37 @@ class Line:
             self.say(" ".join(part for part in (self.name, f"{done}/{self.total}", text, left) if part))
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.bar.console.print(printable(text), markup=False, soft_wrap=True)
 
 
 class Tally:
-    """`with Tally("indexing", "images") as tally: tally.add(5)`: progress of what has no known end; silent if short."""
+    """A count without a known total: `with Tally("indexing", "images") as tally: tally.add(5)`; silent if short."""
 
-    def __init__(self, name: str, of: str) -> None:
-        self.name, self.of, self.count = name, of, 0
+    def __init__(self, name: str, unit: str) -> None:
+        self.name, self.unit, self.count = name, unit, 0
         self.console = Console(file=sys.stderr, highlight=False)
         self.printed = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self.console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 2)))
 
     def add(self, count: int) -> None:
+        """Count further items and show the count now and then."""
         self.count += count
         now = time.monotonic()
         if now - self.printed >= (0.2 if self.console.is_terminal else PLAIN_SECONDS):
             self.printed = now
-            line = f"{self.name}: {self.count} {self.of}"
+            line = f"{self.name}: {self.count} {self.unit}"
             self.console.print(line, end="\r" if self.console.is_terminal else "\n", markup=False)
 
 
 def track(items: Iterable[T], name: str, total: int, show: bool = True) -> Iterator[T]:
+    """Yield the items and show how many of the total have been done."""
     with Line(name, total, show=show) as line:
         for done, item in enumerate(items, 1):
             yield item

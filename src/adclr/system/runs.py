@@ -1,4 +1,4 @@
-"""A run is a directory from which it can be resumed, explained and compared. Knows nothing of torch.
+"""The directory of a run: its settings, provenance, lock and logs.
 
 RUN/{settings.yaml, provenance.json, metrics.jsonl (by step), timing.jsonl, quarantine.jsonl, checkpoints/,
 stamps.npz, backbone.safetensors, backbone.json, results.json, evals/NAME/*.json, report.html, pictures/}
@@ -25,13 +25,15 @@ import adclr
 from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.system.files import _append, _open_itself, read_json, sync, write_atomically, write_json
+from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
 
-STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was told to stop
+STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
 
 
 class Run:
+    """A directory from which a run can be resumed, explained and compared."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
@@ -39,10 +41,8 @@ class Run:
         self._held: dict[str, str] = {}  # rows by file that the disk would not take
         self._lock = threading.RLock()
 
-    # -- what it is --
-
     def settings(self) -> Settings | None:
-        """The settings it was started with; None if nothing was started here."""
+        """Return the settings that it was started with; None if nothing was started here."""
         file = self.path / "settings.yaml"
         try:
             text = file.read_text(encoding="utf-8")
@@ -60,12 +60,12 @@ class Run:
 
     @contextmanager
     def lock(self, note: str = "") -> Iterator[None]:
-        """Only one program at a time works on a run; the lock goes with its process, however that ends.
+        """Refuse if another process has the run; the lock ends with its process, also if that is killed.
 
-        `note` is written into the file of a lock that is new.
+        `note` is written into the lock file if that is new.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "ab", opener=_open_itself) as file:
+        with open(self.path / ".lock", "ab", opener=open_no_follow) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -78,48 +78,48 @@ class Run:
             try:
                 yield
             finally:
-                if [path.name for path in self.path.iterdir()] == [".lock"]:  # nothing came of it
+                if [path.name for path in self.path.iterdir()] == [".lock"]:  # nothing was written
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
 
     def write_settings(self, settings: Settings) -> None:
+        """Write settings.yaml."""
         text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "settings.yaml", text.encode())
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
-        """One entry for each start: command, versions, commit, and the facts given."""
+        """Add the entry of a start to provenance.json: command, versions, commit, and these facts."""
         write_json(self.path / "provenance.json", [*self.starts(), provenance() | dict(facts)])
 
     def starts(self) -> list[Any]:
-        """provenance.json"""
+        """Return the entries of provenance.json, one for each start."""
         file = self.path / "provenance.json"
-        found = read_json(file) if file.exists() else []
-        if not isinstance(found, list):
+        entries = read_json(file) if file.exists() else []
+        if not isinstance(entries, list):
             raise UserError(f"{file} is not a list of starts; restore it or delete it")
-        return found
+        return entries
 
     @property
     def finished(self) -> bool:
+        """Whether the run has come to its end."""
         return (self.path / "results.json").exists()
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything in it that a new start would lose."""
+        """Whether it has results, a checkpoint or losses, which a new start would lose."""
         return self.finished or bool(self.steps()) or any("loss" in row for row in self.rows("metrics.jsonl"))
 
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, ascending."""
-        found = []
+        """Return the steps of all complete checkpoints, ascending."""
+        steps = []
         for path in self.checkpoints.glob("step_*") if self.checkpoints.is_dir() else ():
             number = path.name.removeprefix("step_")
             if number.isascii() and number.isdecimal() and len(number) < 16 and (path / "manifest.json").exists():
-                found.append(int(number))
-        return sorted(found)
-
-    # -- what happened --
+                steps.append(int(number))
+        return sorted(steps)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Appends a row; one that the disk does not take is held back and written before the next."""
+        """Append a row to a .jsonl file; one that the disk does not take is held back and written before the next."""
         with self._lock:
             self._held[name] = self._held.get(name, "") + json.dumps(row) + "\n"
             try:
@@ -129,27 +129,27 @@ class Run:
 
     def _write_held(self) -> None:
         for name in list(self._held):
-            _append(self.path / name, self._held[name].encode())
+            append(self.path / name, self._held[name].encode())
             del self._held[name]
         self.trouble = None
 
     def settle(self) -> None:
-        """All rows are on the disk when this returns."""
+        """Wait until all rows are on the disk."""
         with self._lock:
             self._write_held()
         for path in self.path.glob("*.jsonl"):
             sync(path)
 
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
-        """Appends a row unless one of the same `key` is there, whichever process wrote it, or the disk is full."""
-        with suppress(OSError), open(self.path / name, "ab", opener=_open_itself) as file:
+        """Append a row unless a row of any process has the same value under `key`, or the disk is full."""
+        with suppress(OSError), open(self.path / name, "ab", opener=open_no_follow) as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if all(there.get(key) != row[key] for there in self.rows(name)):
+            if all(other.get(key) != row[key] for other in self.rows(name)):
                 file.write((json.dumps(row) + "\n").encode())
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """The rows of a .jsonl file; a last line that a crash cut short is left out."""
+        """Yield the rows of a .jsonl file; a last line that a crash cut short is left out."""
         file = self.path / name
         if not file.exists():
             return
@@ -162,9 +162,10 @@ class Run:
                 yield row
 
     def cut(self, name: str, step: float) -> None:
-        """Drops the rows after a step, those that a resumed run will write again, and what is not a row.
+        """Drop the rows after a step, which a resumed run writes again, and what is not a row.
 
-        So is the row that says where the run was stopped: a resumed run leaves the same rows as one without a stop.
+        The row that says where the run was stopped is dropped too: a resumed run leaves the same rows as one without a
+        stop.
         """
         rows = [row for row in self.rows(name) if _number(row.get("step", 0)) <= step and not row.get(STOPPED)]
         if (self.path / name).exists():
@@ -176,6 +177,7 @@ def _number(value: Any) -> float:
 
 
 def provenance() -> dict[str, Any]:
+    """Return what to reproduce a result by: time, command, commit and versions."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -195,15 +197,15 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this program's own source, with '+' if it was altered; None if it was installed from a wheel."""
-    here = Path(__file__).parents[1]
+    """Return the commit of this program's source, with '+' if it was altered; None if installed from a wheel."""
+    package = Path(__file__).parents[1]
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", "system/runs.py")
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", str(here)) else "")
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", str(package)) else "")
     except (OSError, subprocess.SubprocessError):
         return None

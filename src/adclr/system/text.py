@@ -1,4 +1,4 @@
-"""Text from outside (names of files and classes, reasons of other programs), made safe to print."""
+"""Text from outside (names of files and classes, messages of other programs) made safe to print; sizes with units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ JOINERS = "\u200c\u200d"  # zero-width (non-)joiner, without which Persian, Indi
 
 
 def printable(text: str) -> str:
-    """Returns the text with everything that a terminal would obey instead of show escaped as Python writes it.
+    """Return the text with everything escaped, as Python writes it, that a terminal would obey instead of show.
 
     These are control characters (among them escape sequences, newlines and tabs), bidirectional overrides and other
     invisible characters, line separators, and bytes that are not UTF-8. Letters of all scripts and all spaces stay.
@@ -23,11 +23,22 @@ def _is_shown(character: str) -> bool:
 
 
 def printable_lines(text: str) -> str:
-    """Returns a text of several lines with each of them made printable."""
+    """Return a text of several lines with each of them made printable."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def as_utf8(text: str) -> str:
+    """Return a name of a file as text that every program can read: bytes that are not UTF-8 become \\udcNN."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def one_line(error: Exception, length: int = 200) -> str:
+    """Return the message of an error in one line of at most so many characters, or its type if there is none."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
+
+
 def format_size(gigabytes: float) -> str:
+    """Return a size in the unit that suits it: 1.2 TB, 340 MB."""
     for unit, length in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3)):
         if gigabytes >= length:
             return f"{gigabytes / length:.3g} {unit}"

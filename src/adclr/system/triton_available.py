@@ -1,4 +1,4 @@
-"""Whether our own kernels for a GPU can run here. Where they cannot, PyTorch's operations do the same, slower.
+"""Whether our own Triton kernels can run on this machine; otherwise PyTorch's operations do the same, slower.
 
 Triton compiles a kernel when it is first launched, and needs a C compiler for that, which a machine may lack.
 """
@@ -10,12 +10,14 @@ from importlib.util import find_spec
 
 import torch
 
-# Asked wherever a kernel could be launched, compiled code included; so it is a fact by then, not a trial.
-possible = find_spec("triton") is not None  # it is not, on macOS
+from adclr.system.text import one_line
+
+# Read wherever a kernel could be launched, also in compiled code, so it is settled once, by `check_launch`.
+possible = find_spec("triton") is not None  # there is none for macOS
 
 
-def try_out(device: torch.device) -> None:
-    """Launches the least kernel; if that fails, none is launched in this process, and the user is told."""
+def check_launch(device: torch.device) -> None:
+    """Launch the smallest kernel; if that fails, print why and launch none in this process."""
     global possible
     if not possible or device.type != "cuda":
         return
@@ -25,7 +27,6 @@ def try_out(device: torch.device) -> None:
         launch(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # somebody's missing compiler, driver or folder to write to
+    except Exception as error:  # a missing compiler, driver or writable folder
         possible = False
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        print(f"Triton cannot compile kernels here, so all is slower ({reason})", file=sys.stderr)
+        print(f"Triton cannot compile kernels here, so all is slower ({one_line(error, 300)})", file=sys.stderr)

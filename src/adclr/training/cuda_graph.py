@@ -17,6 +17,7 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.data.augment import Views
 from adclr.system.devices import send, stream
+from adclr.system.text import one_line
 
 T = TypeVar("T")
 Numbers = tuple[float, ...]
@@ -73,7 +74,7 @@ def record(work: Callable[[], T], side: torch.cuda.Stream) -> tuple[torch.cuda.C
         return graph, results
     except Exception as error:
         full = isinstance(error, torch.OutOfMemoryError)
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
     # from here on without the error, whose traceback holds the tensors of the recording
     try:
         _put_back(graph, pool, side)

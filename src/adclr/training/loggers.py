@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -11,8 +10,8 @@ from typing import Any, Protocol
 
 from adclr.config.sections import UserError, flatten
 from adclr.config.settings import Settings
+from adclr.system.optional import check_installed
 
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 REMEDY = {
     "tensorboard": "leave it out of train.loggers",
     "wandb": "run 'wandb login' or set WANDB_MODE=offline",
@@ -28,8 +27,7 @@ class Logger(Protocol):
 def check(names: Sequence[str]) -> None:
     """Says at once, before any work is done, which extra is missing."""
     for name in names:
-        if importlib.util.find_spec(MODULES[name]) is None:
-            raise UserError(f"train.loggers names {name}, which is not installed; run: pip install 'adclr[{name}]'")
+        check_installed(name, extra=name, purpose="train.loggers")
 
 
 def open_loggers(settings: Settings, run: Path, step: int) -> list[Logger]:

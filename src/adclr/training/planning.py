@@ -26,6 +26,7 @@ from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
+from adclr.system.machine import GIB
 from adclr.system.runs import provenance
 from adclr.system.text import format_size, printable_lines
 from adclr.system.threads import Workers
@@ -41,7 +42,7 @@ UPDATE_SECONDS = 0.0063
 UNCOMPILED = 1.013  # times as long
 # A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
 LAUNCH_SECONDS = 0.0068
-GIB, GB = 2**30, 1e9
+GB = 1e9
 ASSUMED_SIDE = 256  # pixels of images of which only the number is known
 NAME_BYTES = 64  # of the index, for each of such images
 DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most

@@ -23,6 +23,7 @@ from adclr.model import optim
 from adclr.model.method import ADCLR
 from adclr.system import distributed
 from adclr.system.devices import send
+from adclr.system.text import one_line
 from adclr.training import schedules
 from adclr.training.cuda_graph import Recorded
 from adclr.training.sharding import Pieces, sync_gradients
@@ -72,7 +73,7 @@ class Step:
                 torch.cuda.synchronize(self.device)
                 self.record = False
                 self.method.forget()
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error)
                 print(f"the step could not be recorded as a CUDA graph, so it is slower ({reason})", file=sys.stderr)
                 return self._take([made], self._told(values), frozen)
         losses, ok = self.recorded[kind](made, values.numbers)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.system.files import read_json
+from adclr.system.optional import require
 from adclr.weights.tensors import kind_of, plain, read_tensors, read_torch
 
 # States within a torch file, in the order of preference: a moving average is what its makers evaluate.
@@ -195,12 +196,10 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
 
 def from_timm(name: str) -> Given:
     """`timm:NAME`: its pretrained weights if they have been downloaded before; nothing is downloaded here."""
-    try:
-        import timm
-        import torch
-        from timm.models.vision_transformer import VisionTransformer
-    except ImportError:
-        raise UserError(f"timm:{name} needs timm, which is not installed; pip install 'adclr[timm]'") from None
+    timm = require("timm", "timm", f"timm:{name}")
+    import torch
+    from timm.models.vision_transformer import VisionTransformer
+
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1, cutoff=0.5)
         hint = f"did you mean timm:{near[0]}?" if near else "timm.list_models('vit*') lists them"

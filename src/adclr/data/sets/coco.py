@@ -24,6 +24,7 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Decoder, Unreadable, size_of
 from adclr.data.sources import Items, read_file
 from adclr.system.machine import cpu_count
+from adclr.system.optional import require
 from adclr.system.progress import track
 from adclr.system.text import printable
 
@@ -302,8 +303,4 @@ def filled(mask: list[list[float]] | NDArray[np.int64], height: int, width: int)
 
 def coco_masks() -> Any:
     """COCO's program for masks."""
-    try:
-        from faster_coco_eval.core import mask
-    except ModuleNotFoundError:
-        raise UserError("detection needs faster-coco-eval; run: pip install 'adclr[detection]'") from None
-    return mask
+    return require("faster_coco_eval.core.mask", "detection", "detection")

@@ -21,6 +21,8 @@ from PIL import Image
 from adclr.config.sections import UserError
 from adclr.data.sources import Items, Source
 from adclr.system.files import read_json
+from adclr.system.optional import require
+from adclr.system.text import one_line
 
 
 class Files(Items):
@@ -74,6 +76,7 @@ def _cifar(name: str) -> Callable[[Path], tuple[Source, Source]]:
 
 def _flowers(root: Path) -> tuple[Source, Source]:
     """Trained on the official train and val splits together (2040 images), as is usual, and scored on test."""
+    require("scipy.io", "transfer", "flowers:")
     from torchvision.datasets import Flowers102
 
     def split(*names: str) -> Source:
@@ -85,6 +88,7 @@ def _flowers(root: Path) -> tuple[Source, Source]:
 
 
 def _cars(root: Path) -> tuple[Source, Source]:
+    require("scipy.io", "transfer", "cars:")
     from torchvision.datasets import StanfordCars
 
     def split(name: str) -> Source:
@@ -129,14 +133,6 @@ def open_set(kind: str, where: str) -> tuple[Source, Source]:
         return KINDS[kind](root)
     except UserError:
         raise
-    except ModuleNotFoundError:
-        raise _needs_scipy(kind) from None
     except Exception as error:  # of many kinds, all about what is on the disk
-        if "scipy" in str(error).lower() and "not found" in str(error).lower():
-            raise _needs_scipy(kind) from None
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         raise UserError(f"{root} does not hold {kind} as it is published ({reason}); unpack it there") from None
-
-
-def _needs_scipy(kind: str) -> UserError:
-    return UserError(f"{kind}: needs the package scipy; run: pip install 'adclr[transfer]'")

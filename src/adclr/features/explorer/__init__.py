@@ -12,6 +12,7 @@ from pydantic import Field
 
 from adclr.config.sections import Count, Device, Positive, Section, UserError
 from adclr.config.settings import Side
+from adclr.system.optional import require
 
 
 class Settings(Section):
@@ -25,13 +26,9 @@ class Settings(Section):
 
 def run(weights: list[str], images: list[str], host: str, port: int, settings: Settings) -> None:
     """Serves until it is stopped."""
-    try:
-        import uvicorn
-
-        from adclr.features.explorer import server
-    except ModuleNotFoundError as error:
-        raise UserError(f"the page needs {error.name}, which is not here; run: pip install 'adclr[explore]'") from None
+    uvicorn, _ = (require(package, "explore", "adclr explore") for package in ("uvicorn", "starlette"))
     from adclr.features import analysis
+    from adclr.features.explorer import server
     from adclr.features.explorer.gallery import Gallery
     from adclr.features.explorer.library import Library
     from adclr.features.visualize import open_images

@@ -19,8 +19,8 @@ from adclr.data.decode import Unreadable
 from adclr.data.sources import ImageFolder, Source
 from adclr.features import pictures
 from adclr.features.analysis import Grid, Seen
-from adclr.features.explorer.library import GIB, Library
-from adclr.system.machine import cpu_count
+from adclr.features.explorer.library import Library
+from adclr.system.machine import GIB, cpu_count
 from adclr.system.progress import Line
 
 SIDE = 512  # pixels, the longer side of an image on the page

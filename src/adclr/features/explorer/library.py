@@ -20,7 +20,6 @@ from adclr.weights.backbone import Weights
 
 # images of one shape that are read, and later asked, at once: few enough for the cache of a CPU, many enough for a GPU
 TOGETHER = {"cpu": 16, "cuda": 64}
-GIB = 2**30
 
 
 @dataclass(eq=False)

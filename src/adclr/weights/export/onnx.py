@@ -12,7 +12,6 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adclr.config.sections import UserError
 from adclr.model.blocks import Block
 from adclr.model.vit import OFFSET, PositionResampling, VisionTransformer
+from adclr.system import optional
 
 ONE_FILE = 1_500_000_000  # bytes; ONNX's format ends at 2 GiB, beyond which weights lie in a file beside it
 
@@ -92,8 +91,7 @@ class Portable(nn.Module):
 
 def check_installed() -> None:
     for package in ("onnx", "onnxscript"):
-        if find_spec(package) is None:
-            raise UserError(f"writing ONNX needs {package}, which is not installed; pip install 'adclr[onnx]'")
+        optional.check_installed(package, "onnx", "writing ONNX")
 
 
 def write(vit: VisionTransformer, path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adclr.system import machine
+from adclr.system import machine, openmp
 from adclr.training import job, launch
 from studied import study
 from tiny import TINY
@@ -21,12 +21,12 @@ CORES = machine.cpu_count()
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a user who has set no variable of OpenMP, with the given ones."""
+    """Return the environment of a user who has set no variable of OpenMP, with the given ones."""
     return {name: value for name, value in os.environ.items() if name not in OPENMP} | variables
 
 
 def openmp_settings(text: str) -> dict[str, str]:
-    """Settings that a process printed when it loaded OpenMP, because OMP_DISPLAY_ENV was set."""
+    """Return the settings that a process printed when it loaded OpenMP, because OMP_DISPLAY_ENV was set."""
     display = re.search(r"OPENMP DISPLAY ENVIRONMENT BEGIN(.*?)OPENMP DISPLAY ENVIRONMENT END", text, re.DOTALL)
     if display is None:
         pytest.skip("this build of torch does not use GNU OpenMP")
@@ -34,7 +34,7 @@ def openmp_settings(text: str) -> dict[str, str]:
 
 
 def loaded(program: list[str], **variables: str) -> dict[str, str]:
-    """Settings of OpenMP in a process that runs a program."""
+    """Return the settings of OpenMP in a process that runs a program."""
     done = subprocess.run(
         [sys.executable, *program],
         capture_output=True,
@@ -46,7 +46,7 @@ def loaded(program: list[str], **variables: str) -> dict[str, str]:
 
 
 def plan_command(images: Path) -> list[str]:
-    """A command that imports torch and then ends with a mistake, before it measures anything."""
+    """Return a command that imports torch and then ends with a mistake, before it measures anything."""
     return ["-m", "adclr", "plan", str(images / "train"), "--gpus", "2", "device=cpu"]
 
 
@@ -77,13 +77,13 @@ def test_a_limited_container_gets_as_many_threads_as_it_has_cores(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert machine.thread_environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
+    assert openmp.environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
     (tmp_path / "cpu.max").write_text("300000 100000\n")
-    assert machine.thread_environment()["OMP_NUM_THREADS"] == "3"
+    assert openmp.environment()["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert machine.thread_environment()["OMP_NUM_THREADS"] == "1"
+    assert openmp.environment()["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in machine.thread_environment()
+    assert "OMP_NUM_THREADS" not in openmp.environment()
 
 
 def test_processes_of_one_machine_share_the_decoding(
