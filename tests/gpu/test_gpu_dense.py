@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from on_gpu import CUDA
+from test_scaled_crops import SIZES, cut_of
+from test_video import drawn
 
 from adclr.data.augment import pack
 from adclr.data.sets import davis
@@ -17,8 +19,6 @@ from adclr.evals import detection, incontext, segmentation, video
 from adclr.evals.incontext import Memory, ask
 from adclr.evals.scaled_crops import crop
 from dense_scenes import backbone, instances, segmented, striped
-from test_scaled_crops import SIZES, cut_of
-from test_video import drawn
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_each_head_overfits_eight_scenes(tmp_path: Path, head: str, rescaled: bo
         {
             **{"head": head, "rescaled": rescaled, "size": 128 if rescaled else 64, "steps": 300, "batch_size": 8},
             **{"lr": 1e-3, "layer_decay": 1.0, "drop_path": 0.0, "frozen": False, "scales": (1.0, 1.0)},
-            **{"colours": False, "inference": "whole", "width": 128},
+            **{"colors": False, "inference": "whole", "width": 128},
             **more,
         }
     )
