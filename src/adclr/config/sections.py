@@ -21,10 +21,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-
-class UserError(ValueError):
-    """A mistake of the user; its message is one sentence for a person."""
-
+from adclr.config.errors import UserError as UserError
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adclr.config.sections import UserError
+from adclr.config.errors import UserError
 
 if TYPE_CHECKING:  # whoever asks for cores alone need not wait for it
     import torch
