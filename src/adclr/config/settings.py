@@ -68,7 +68,7 @@ class Data(Section):
 
 
 class Views(Section):
-    """Which crops are made of an image, and how they are altered."""
+    """Crops of an image, and their augmentation."""
 
     global_size: Side = setting(224, "side of the 2 global crops, pixels")
     local_size: Side = setting(96, "side of a local crop, pixels")
@@ -145,7 +145,7 @@ class Model(Section):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(width, depth, heads)"""
+        """Return (width, depth, heads)."""
         dim, depth, heads = VIT_SIZES[self.size]
         return self.dim or dim, self.depth or depth, self.num_heads or heads
 
@@ -213,14 +213,14 @@ class Optim(Section):
     weight_decay_end: NonNegative = advanced(0.4, "weight decay at the end, by a cosine")
     betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "AdamW's")
     clip_norm: Positive | None = advanced(3.0, "largest gradient norm of each parameter tensor on its own; null: none")
-    freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer stands still")
+    freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer is frozen")
     freeze_backbone_epochs: NonNegative | None = advanced(
         None, "epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1"
     )
 
 
 class Train(Section):
-    """How long, how large, where, and what is kept."""
+    """Length, batch size, device, checkpoints and logs."""
 
     epochs: Epochs = setting(100, "passes over the images")
     batch_size: Count = setting(1024, "images in one step, over all processes")
@@ -287,7 +287,7 @@ class Probe(Section):
 
 
 class Settings(Section):
-    """Everything that says what a run is."""
+    """All settings of a pretraining run."""
 
     recipe: str = runtime("", "the recipe these settings started from")
     data: Data = Data()
@@ -300,21 +300,22 @@ class Settings(Section):
 
     @property
     def masked(self) -> bool:
+        """Return whether there is a masked-patch loss."""
         return self.method.masked_weight > 0
 
     @property
     def num_anchored(self) -> int:
-        """How many queries of an image are boxes of its local crops."""
+        """Return how many queries of an image are boxes of its local crops."""
         views = self.views
         return min(views.num_queries, views.num_local) if views.query_source == "local" else 0
 
     @property
     def frozen_epochs(self) -> float:
-        """Epochs in which the backbone stands still."""
-        wanted = self.optim.freeze_backbone_epochs
-        if wanted is None:
+        """Return the epochs in which the backbone is frozen."""
+        epochs = self.optim.freeze_backbone_epochs
+        if epochs is None:
             return 0.0 if self.model.init is None else min(1.0, self.train.epochs / 10)
-        return wanted
+        return epochs
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
