@@ -229,14 +229,14 @@ def parser() -> Parser:
     add("--check", choices=("time", "content"), help=CHECK)
     add("--list-recipes", action="store_true", help="list the recipes and stop")
 
-    add = command("evaluate", _evaluate, "score weights on labelled images", "adclr.evals")
+    add = command("evaluate", _evaluate, "score weights on labeled images", "adclr.evals")
     add("name", nargs="?", metavar="NAME", help="knn, linear, finetune, incontext, ...: see below")
     add("--weights", metavar="W", help=W)
     add("--partial", action="store_true", help=PARTIAL)
-    labeled = "labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
+    labeled = "labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
     add("--data", nargs="+", metavar="DIR", help=labeled + "for matching any images")
     add("--recipe", metavar="NAME", help="settings of a kind: NAME_... of the evaluation, or a .yaml")
-    add("--from-scratch", action="store_true", help="the control: the same ViT, newly initialised")
+    add("--from-scratch", action="store_true", help="the control: the same ViT, newly initialized")
     add("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
 
     add = command("embed", _embed, "features of images: a vector for each, or patch maps", "adclr.features.embedding")
