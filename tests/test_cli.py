@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from adclr import cli
+from adclr.config import sections
+from adclr.config.settings import Settings
 from tiny import TINY, Adclr, words
 
 
@@ -31,7 +34,7 @@ def test_help_is_instant_and_needs_no_torch(adclr: Adclr) -> None:
     assert adclr().stdout == done.stdout  # no command at all is a question too
 
 
-def test_help_of_a_command_lists_every_setting_with_its_default(adclr: Adclr) -> None:
+def test_help_of_a_command_lists_its_settings_with_their_defaults(adclr: Adclr) -> None:
     text = adclr("pretrain", "--help").stdout
     for line in (
         "train.epochs ",
@@ -43,6 +46,25 @@ def test_help_of_a_command_lists_every_setting_with_its_default(adclr: Adclr) ->
     ):
         assert line in text
     assert "temperature" in adclr("evaluate", "knn", "--help").stdout
+
+
+@pytest.mark.parametrize("command", ["pretrain", "plan"])
+def test_help_shows_the_common_settings_and_help_all_every_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(option: str) -> list[str]:
+        cli.main([command, option])
+        text = capsys.readouterr().out
+        lines.append(text.rstrip().splitlines()[-1])
+        return [line.split()[0] for line in text.splitlines() if re.match(r"  (\w+\.\w+|recipe) ", line)]
+
+    lines: list[str] = []
+    common, every = listed("--help"), listed("--help-all")
+    assert every == [path for path, _ in sections.leaves(Settings)]
+    assert 25 <= len(common) <= 35
+    assert set(common) < set(every)
+    assert lines[0] == f"adclr {command} --help-all lists {len(every) - len(common)} more settings"
+    assert lines[1].split()[0] == every[-1]
 
 
 def test_recipes_are_listed_without_torch() -> None:

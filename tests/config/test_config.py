@@ -30,9 +30,9 @@ def test_words_are_yaml() -> None:
         (["train.epoch=5"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (["epoch=5"], "did you mean 'train.epochs'?"),
         (["qeury_weight=1"], "did you mean 'method.query_weight'?"),
-        (["zzzzzz=1"], "--help lists all settings"),
-        (["frobnication=1"], "--help lists all settings"),
-        (["scheduler=cosine"], "unknown setting 'scheduler'; --help lists all settings"),
+        (["zzzzzz=1"], "--help-all lists all settings"),
+        (["frobnication=1"], "--help-all lists all settings"),
+        (["scheduler=cosine"], "unknown setting 'scheduler'; --help-all lists all settings"),
         (["lerning_rate=1"], "unknown setting 'lerning_rate'; did you mean 'optim.lr'?"),
         (["learning_rate=1"], "did you mean 'optim.lr'?"),
         (["optim.learning_rate=1"], "did you mean 'optim.lr'?"),
@@ -123,3 +123,22 @@ def test_settings_go_through_yaml_unchanged() -> None:
     other = build(Settings, {"loggers": ["wandb"], "clip_norm": 1.0, "epochs": 33})
     assert sections.differences(settings, other) == ["optim.clip_norm is None there and 1.0 here"]
     assert sections.differences(settings, other, ["optim.clip_norm"]) == []
+
+
+def test_fields_say_where_a_setting_may_differ() -> None:
+    from adclr.evals import detection, finetune, segmentation
+
+    every = {"weights", "data", "num_workers", "device", "max_unreadable", "checkpoint_minutes"}
+    tested = {"pictures", "test_batch_size"}
+    more = {"compile", "inference", "test_scales", "test_mirrored", "val_split"}
+    assert sections.free_settings(detection.Settings, "resume") == every | tested
+    assert sections.free_settings(segmentation.Settings, "resume") == every | tested | more
+    assert sections.free_settings(finetune.Settings, "resume") == every | {
+        *("micro_batch_size", "compile", "validate_every")
+    }
+    assert sections.free_settings(detection.Settings, "control") == {"from_scratch", "partial", "device", "num_workers"}
+    study = sections.free_settings(finetune.Settings, "study")
+    assert study == every | {"partial", "from_scratch", "precision", "compile", "micro_batch_size"}
+    pretraining = sections.free_settings(Settings, "resume")
+    assert {"recipe", "data.path", "train.compile", "train.device", "probe.data"} < pretraining
+    assert not {"train.epochs", "train.precision", "train.seed", "optim.lr", "data.mean"} & pretraining

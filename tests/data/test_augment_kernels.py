@@ -68,7 +68,7 @@ def both(settings: Settings, kind: str, images: list[np.ndarray]) -> tuple[torch
 
 
 def test_crops_resized_and_flipped() -> None:
-    plain = tiny(num_queries=6, jitter=0, grey=0, global_blur=(0, 0), local_blur=0, solarise=(0, 0))
+    plain = tiny(num_queries=6, jitter=0, gray=0, global_blur=(0, 0), local_blur=0, solarize=(0, 0))
     for kind in ("global_crops", "local_crops", "queries"):
         fast, slow = both(plain, kind, pictures())
         torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
@@ -76,7 +76,7 @@ def test_crops_resized_and_flipped() -> None:
 
 @pytest.mark.parametrize("kind", ["global_crops", "local_crops"])
 def test_everything_together(kind: str) -> None:
-    settings = tiny(jitter=0.9, grey=0.4, global_blur=(0.7, 0.7), local_blur=0.5, solarise=(0.4, 0.6), num_local=4)
+    settings = tiny(jitter=0.9, gray=0.4, global_blur=(0.7, 0.7), local_blur=0.5, solarize=(0.4, 0.6), num_local=4)
     fast, slow = both(settings, kind, pictures())
     # a pixel at the edge of solarising may fall on either side
     assert (fast - slow).abs().mean() < 0.1
@@ -87,10 +87,10 @@ def test_everything_together(kind: str) -> None:
 def test_each_step_of_the_jitter_alone(step: int) -> None:
     names = ("brightness", "contrast", "saturation", "hue")
     off = dict.fromkeys(names, 0.0)
-    settings = tiny(**(off | {names[step]: 0.4}), jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0))
+    settings = tiny(**(off | {names[step]: 0.4}), jitter=1, gray=0, global_blur=(0, 0), solarize=(0, 0))
     fast, slow = both(settings, "global_crops", pictures())
     torch.testing.assert_close(fast, slow, rtol=0, atol=2 * NEAR)
-    still, _ = both(tiny(**off, jitter=1, grey=0, global_blur=(0, 0), solarise=(0, 0)), "global_crops", pictures())
+    still, _ = both(tiny(**off, jitter=1, gray=0, global_blur=(0, 0), solarize=(0, 0)), "global_crops", pictures())
     assert (fast - still).abs().mean() > 1  # the step does something
 
 
@@ -99,7 +99,7 @@ def test_blur_alone(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one tile and over their borders."""
     monkeypatch.setattr(kernels, "TILE", tile)
     for sigma in ((0.1, 0.1), (2.0, 2.0)):
-        settings = tiny(jitter=0, grey=0, global_blur=(1, 1), blur_sigma=sigma, solarise=(0, 0))
+        settings = tiny(jitter=0, gray=0, global_blur=(1, 1), blur_sigma=sigma, solarize=(0, 0))
         fast, slow = both(settings, "global_crops", pictures()[:2])
         torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
@@ -132,7 +132,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
 
     chosen = slice(2 if kind == "queries" else 1)  # larger views take the interpreter seconds each
     photos = [np.ascontiguousarray(image.transpose(2, 0, 1)) for image in load_sample_images().images[chosen]]
-    still = {"jitter": 0, "grey": 0, "global_blur": (0, 0), "local_blur": 0, "solarise": (0, 0)}
+    still = {"jitter": 0, "gray": 0, "global_blur": (0, 0), "local_blur": 0, "solarize": (0, 0)}
     views = Settings().views.model_copy(update=still | {"num_local": 2, "num_queries": 4})
     model = Settings().model.model_copy(update={"patch_size": patch_size})
     settings = Settings().model_copy(update={"views": views, "model": model})

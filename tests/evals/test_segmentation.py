@@ -25,7 +25,7 @@ from dense_scenes import CLASSES, backbone, evaluated, refused, saved, segmented
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
     "scales": (1.0, 1.0),
-    "colours": False,
+    "colors": False,
     "frozen": False,
     "drop_path": 0.0,
     "layer_decay": 1.0,
@@ -234,6 +234,8 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyte
         trained(tmp_path / "resumed")
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "resumed" / "checkpoints").glob("step_*")] == ["step_4"]
+    state = json.loads((tmp_path / "resumed" / "checkpoints" / "step_4" / "state.json").read_text())
+    assert "colours" in state["identity"]["settings"]  # by its name in version 0.1, whose trainings are resumed
     changed = settings.model_copy(update={"lr": 1.0})
     with pytest.raises(UserError, match="holds a training of other weights, images or settings"):
         segmentation.score(backbone(), data, changed, CPU, tmp_path / "resumed")

@@ -132,7 +132,7 @@ def test_vectors_are_what_the_network_makes_of_each_image(
 def test_vectors_at_other_sizes(
     weights: Path, photos: Path, tmp_path: Path, settings: dict[str, Any], framing: reader.Framing
 ) -> None:
-    package.embed(weights, photos, out=tmp_path / "f.parquet", normalise=True, dtype="float16", **settings)
+    package.embed(weights, photos, out=tmp_path / "f.parquet", normalize=True, dtype="float16", **settings)
     for path, values in rows_of(tmp_path / "f.parquet").items():
         assert values.dtype == np.float16
         wanted = F.normalize(tokens_of(weights, photos, path, framing).cls[0], dim=0)
@@ -144,7 +144,7 @@ def test_vectors_at_other_sizes(
     [
         ("safetensors", {"size": None}, whole(None, 4, 2048)),
         ("npy", {"size": 32, "dtype": "float32", "part_size": 4}, whole(32, 4, 2048)),
-        ("safetensors", {"framing": "crop", "normalise": True}, centre((16, 16))),
+        ("safetensors", {"framing": "crop", "normalize": True}, centre((16, 16))),
     ],
 )
 def test_patch_maps_are_of_any_size(
@@ -165,7 +165,7 @@ def test_patch_maps_are_of_any_size(
         image = Decoder()((photos / path).read_bytes())
         frame = framing(*image.shape[1:])
         expected = tokens_of(weights, photos, path, framing).patches[0].view(frame.height // 4, frame.width // 4, 16)
-        expected = F.normalize(expected, dim=-1) if "normalise" in settings else expected
+        expected = F.normalize(expected, dim=-1) if "normalize" in settings else expected
         assert values.dtype == settings.get("dtype", "float16")
         np.testing.assert_allclose(values, expected.numpy(), atol=1e-5 if values.dtype == np.float32 else 4e-3)
 

@@ -72,7 +72,7 @@ def test_each_head_overfits_eight_scenes(tmp_path: Path, head: str, rescaled: bo
         {
             **{"head": head, "rescaled": rescaled, "size": 128 if rescaled else 64, "steps": 300, "batch_size": 8},
             **{"lr": 1e-3, "layer_decay": 1.0, "drop_path": 0.0, "frozen": False, "scales": (1.0, 1.0)},
-            **{"colours": False, "inference": "whole", "width": 128},
+            **{"colors": False, "inference": "whole", "width": 128},
             **more,
         }
     )

@@ -1,4 +1,4 @@
-"""The choice made when no recipe is named: from the number and size of the images and the memory, with its reasons."""
+"""The recipe and settings for a collection when no recipe is named, chosen by its images and the memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Choice:
+    """A recipe, settings on top of it by path, and the reasons in sentences."""
+
     recipe: str
     settings: dict[str, Any]
     reasons: list[str]
 
 
 def choose(num_images: int, side: int, memory: int | None) -> Choice:
-    """The recipe and settings for so many images of about `side` pixels and so many bytes on the GPU; None: no GPU."""
+    """Return the recipe and settings for images of about `side` pixels and a GPU of `memory` bytes; None: no GPU."""
     if memory is None:
-        return _for_cpu(num_images, side)
+        return _choose_for_cpu(num_images, side)
     settings: dict[str, Any] = {}
     reasons = []
     if num_images >= SMALL_COLLECTION and side > 128:
@@ -35,8 +37,8 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
         reasons.append(f"recipe {recipe}: {num_images} images of about {side} pixels")
     else:
         recipe = "adclr_small"
-        what = f"{side} pixels are small images" if side <= 128 else f"{num_images} images are a small collection"
-        reasons.append(f"recipe {recipe}: {what}")
+        reason = f"{side} pixels are small images" if side <= 128 else f"{num_images} images are a small collection"
+        reasons.append(f"recipe {recipe}: {reason}")
         if side > 128:
             settings |= {"model.patch_size": 16, "views.global_size": 224, "views.local_size": 96}
             settings |= {"views.blur_sigma": [0.1, 2.0]}
@@ -51,37 +53,37 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
             local = max(16, size // 2 // 8 * 8)
             settings |= {"model.patch_size": 8, "views.global_size": size, "views.local_size": local}
             reasons.append(f"views of {size} and {local} pixels, patches of 8: the images are about {side} pixels")
-        batch = _batch(num_images, BATCH)
+        batch = _batch_size(num_images, BATCH)
         epochs = int(min(800, max(20, round(STEPS / max(1, num_images // batch)))))
-        length, reason = _length(num_images, batch, epochs)
-        settings |= length
+        schedule, reason = _schedule(num_images, batch, epochs)
+        settings |= schedule
         reasons.append(reason)
     reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
     return Choice(recipe, settings, reasons)
 
 
-def _for_cpu(num_images: int, side: int) -> Choice:
+def _choose_for_cpu(num_images: int, side: int) -> Choice:
     settings: dict[str, Any] = {}
     recipe, reasons = "adclr_cpu", ["recipe adclr_cpu: there is no GPU"]
-    if side < 96:  # else the recipe's own views
+    if side < 96:  # else the views of the recipe
         patch = 8 if side >= 48 else 4
         size = max(16, min(8, side // patch) * patch)
         local = max(2 * patch, size // 2 // patch * patch)
         settings |= {"model.patch_size": patch, "views.global_size": size, "views.local_size": local}
         reasons.append(f"views of {size} and {local} pixels, patches of {patch}: the images are about {side} pixels")
     fewest, most = CPU_EPOCHS
-    length, reason = _length(
-        num_images, _batch(num_images, CPU_BATCH), min(most, max(fewest, CPU_IMAGES // num_images))
+    schedule, reason = _schedule(
+        num_images, _batch_size(num_images, CPU_BATCH), min(most, max(fewest, CPU_IMAGES // num_images))
     )
-    return Choice(recipe, settings | length, [*reasons, reason])
+    return Choice(recipe, settings | schedule, [*reasons, reason])
 
 
-def _batch(num_images: int, most: int) -> int:
-    """The batch of a small collection: a power of 2, and at least eight of them in an epoch."""
+def _batch_size(num_images: int, most: int) -> int:
+    """Return the batch size of a small collection: a power of 2, at most `most`, at least eight steps in an epoch."""
     return min(most, 1 << max(0, (num_images // 8).bit_length() - 1))
 
 
-def _length(num_images: int, batch: int, epochs: int) -> tuple[dict[str, Any], str]:
-    """Settings of a run so long, and the reason for people."""
+def _schedule(num_images: int, batch: int, epochs: int) -> tuple[dict[str, Any], str]:
+    """Return the settings of batch size and epochs, and a sentence about them."""
     settings = {"train.batch_size": batch, "train.epochs": epochs, "optim.warmup_epochs": max(1, epochs // 20)}
     return settings, f"batch {batch}, {epochs} epochs: about {epochs * max(1, num_images // batch)} steps"

@@ -1,112 +1,112 @@
-"""What a pretraining run can be told: every setting with its kind, its default, and what it means. No torch here."""
+"""The settings of a pretraining run, each with its type, default and meaning. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from functools import partial
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from adclr.config.sections import Count, Device, NonNegative, Positive, Ratio, Section, Several, Share
+from adclr.config.sections import (
+    VIT_SIZES,
+    Beta,
+    Count,
+    Deviation,
+    Device,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+    Several,
+    Share,
+    Side,
+    Width,
+    setting,
+)
 
-# Beyond these a number is a slip of the pen: layers wider than any GPU holds, temperatures that float32 does not.
-Side = Annotated[int, Field(ge=1, le=16384)]  # pixels
-Width = Annotated[int, Field(ge=1, le=65536)]
+advanced = partial(setting, advanced=True)  # shown by --help-all only
+runtime = partial(advanced, free=["resume"])  # how a run works, not what it computes: may change on resume
+# Limits that catch typing errors: temperatures that float32 does not hold, runs that never end.
 Temperature = Annotated[float, Field(ge=0.001, le=1000)]
-Deviation = Annotated[float, Field(ge=0.001, le=1000)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Crops = Annotated[int, Field(ge=0, le=10_000)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-
-# width, depth, heads of each size of the ViT
-VIT_SIZES: dict[str, tuple[int, int, int]] = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-}
 
 
 class Data(Section):
     """The collection of images."""
 
-    path: str = Field("", description="folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)")
-    labels: bool = Field(False, description="the first level of sub-folders names classes; only the probe uses them")
-    num_workers: int | None = Field(
-        None,
-        ge=0,
-        description="decoding threads; 0: one, and nothing ahead; null: the CPU cores, divided by the processes here",
+    path: str = setting("", "folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)", free=["resume"])
+    labels: bool = setting(
+        False, "the first level of sub-folders names classes; only the probe uses them", free=["resume"]
     )
-    max_pixels: Count = Field(100_000_000, description="a picture of more pixels is refused before it is decoded")
-    max_value: Positive | None = Field(
-        None,
-        description="white in images of more than 8 bits; null: the least of 8, 10, 12, 14, 16 bits that holds each",
+    num_workers: int | None = runtime(
+        None, "decoding threads; 0: one, and nothing ahead; null: the CPU cores, divided by the processes here", ge=0
     )
-    shrink_above: Side | None = Field(
-        1024, description="a JPEG is decoded at 1/2, 1/4 or 1/8 while its shorter side stays this long; null: never"
+    max_pixels: Count = advanced(100_000_000, "a picture of more pixels is refused before it is decoded")
+    max_value: Positive | None = advanced(
+        None, "white in images of more than 8 bits; null: the least of 8, 10, 12, 14, 16 bits that holds each"
     )
-    max_side: Side | None = Field(None, description="longer side to which larger images are resized; null: none")
-    cache: Literal["auto", "off", "ram", "gpu"] = Field(
-        "auto", description="where images are kept once decoded; auto: on the GPU or in memory if they fit"
+    shrink_above: Side | None = advanced(
+        1024, "a JPEG is decoded at 1/2, 1/4 or 1/8 while its shorter side stays this long; null: never"
     )
-    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which the run stops")
-    mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="mean of each channel, of 1")
-    std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="deviation of each channel, of 1")
-    allow_changed: bool = Field(False, description="resume although the collection is not what it was")
-    allow_damaged_shards: bool = Field(
-        False, description="train on what can be read of .tar shards that are cut off; otherwise they are refused"
+    max_side: Side | None = advanced(None, "longer side to which larger images are resized; null: none")
+    cache: Literal["auto", "off", "ram", "gpu"] = runtime(
+        "auto", "where images are kept once decoded; auto: on the GPU or in memory if they fit"
     )
-    check: Literal["time", "content"] = Field(
+    max_unreadable: Ratio = runtime(0.1, "share of unreadable images above which the run stops")
+    mean: tuple[Ratio, ...] = setting((0.485, 0.456, 0.406), "mean of each channel, of 1")
+    std: tuple[Deviation, ...] = setting((0.229, 0.224, 0.225), "deviation of each channel, of 1")
+    allow_changed: bool = runtime(False, "resume although the collection is not what it was")
+    allow_damaged_shards: bool = runtime(
+        False, "train on what can be read of .tar shards that are cut off; otherwise they are refused"
+    )
+    check: Literal["time", "content"] = runtime(
         "time",
-        description="what tells on resuming that an image was replaced: its size and time of modification, or its "
+        "what tells on resuming that an image was replaced: its size and time of modification, or its "
         "content, for which every image is read at each start",
     )
 
 
 class Views(Section):
-    """Which crops are made of an image, and how they are altered."""
+    """Crops of an image, and their augmentation."""
 
-    global_size: Side = Field(224, description="side of the 2 global crops, pixels")
-    local_size: Side = Field(96, description="side of a local crop, pixels")
-    num_local: Crops = Field(10, description="local crops of each image")
-    num_queries: Crops = Field(10, description="Q, query crops of each image, each one patch large; 0 is DINO")
-    global_scale: tuple[Share, Share] = Field((0.4, 1.0), description="area of a global crop, of the image's")
-    local_scale: tuple[Share, Share] = Field((0.05, 0.4), description="area of a local crop")
-    query_scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a query crop")
-    aspect_ratio: tuple[Positive, Positive] = Field((3 / 4, 4 / 3), description="width over height, log-uniform")
-    flip: Ratio = Field(0.5, description="probability of a horizontal flip")
-    jitter: Ratio = Field(0.8, description="probability of colour jitter")
-    brightness: Ratio = Field(0.4, description="jitter: factor in 1 +- this")
-    contrast: Ratio = Field(0.4, description="jitter: factor in 1 +- this")
-    saturation: Ratio = Field(0.2, description="jitter: factor in 1 +- this")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.1, description="jitter: shift, of the colour circle")
-    grey: Ratio = Field(0.2, description="probability of a grey crop")
-    global_blur: tuple[Ratio, Ratio] = Field((1.0, 0.1), description="probability of blur, each global crop's")
-    local_blur: Ratio = Field(0.5, description="probability of blur of a local crop")
-    blur_sigma: tuple[Deviation, Deviation] = Field((0.1, 2.0), description="deviation of the blur, pixels of the crop")
-    solarise: tuple[Ratio, Ratio] = Field((0.0, 0.2), description="probability of solarising, each global crop's")
-    query_photometric: Literal["none", "local"] = Field(
-        "none", description="none: queries are only flipped; local: altered as local crops are"
+    global_size: Side = setting(224, "side of the 2 global crops, pixels")
+    local_size: Side = setting(96, "side of a local crop, pixels")
+    num_local: Crops = setting(10, "local crops of each image")
+    num_queries: Crops = setting(10, "Q, query crops of each image, each one patch large; 0 is DINO")
+    global_scale: tuple[Share, Share] = advanced((0.4, 1.0), "area of a global crop, of the image's")
+    local_scale: tuple[Share, Share] = advanced((0.05, 0.4), "area of a local crop")
+    query_scale: tuple[Share, Share] = advanced((0.05, 0.15), "area of a query crop")
+    # width over height of crops, log-uniform; torchvision's default, as in DINO and iBOT
+    aspect_ratio: ClassVar[tuple[float, float]] = (3 / 4, 4 / 3)
+    flip: Ratio = setting(0.5, "probability of a horizontal flip")
+    jitter: Ratio = setting(0.8, "probability of color jitter")
+    brightness: Ratio = advanced(0.4, "jitter: factor in 1 +- this")
+    contrast: Ratio = advanced(0.4, "jitter: factor in 1 +- this")
+    saturation: Ratio = advanced(0.2, "jitter: factor in 1 +- this")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = advanced(0.1, "jitter: shift, of the color circle")
+    gray: Ratio = advanced(0.2, "probability of a gray crop", old_name="grey")
+    global_blur: tuple[Ratio, Ratio] = advanced((1.0, 0.1), "probability of blur, each global crop's")
+    local_blur: Ratio = advanced(0.5, "probability of blur of a local crop")
+    blur_sigma: tuple[Deviation, Deviation] = advanced((0.1, 2.0), "deviation of the blur, pixels of the crop")
+    solarize: tuple[Ratio, Ratio] = advanced(
+        (0.0, 0.2), "probability of solarizing, each global crop's", old_name="solarise"
     )
-    query_source: Literal["random", "local"] = Field(
+    query_photometric: Literal["none", "local"] = advanced(
+        "none", "none: queries are only flipped; local: altered as local crops are"
+    )
+    query_source: Literal["random", "local"] = advanced(
         "random",
-        description="local: query i is the box of local crop i, whose [CLS] must match the query's target too; "
+        "local: query i is the box of local crop i, whose [CLS] must match the query's target too; "
         "queries beyond views.num_local are drawn at random",
     )
-    mask_probability: Ratio = Field(
-        0.5, description="share of global crops that are masked (with method.masked_weight > 0)"
-    )
-    mask_ratio: tuple[Ratio, Ratio] = Field((0.1, 0.5), description="share of patches masked in such a crop")
+    # share of global crops that are masked (with method.masked_weight > 0), and of their patches; iBOT's
+    mask_probability: ClassVar[float] = 0.5
+    mask_ratio: ClassVar[tuple[float, float]] = (0.1, 0.5)
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
-        for name in (
-            "global_scale",
-            "local_scale",
-            "query_scale",
-            "aspect_ratio",
-            "blur_sigma",
-            "mask_ratio",
-        ):
+        for name in ("global_scale", "local_scale", "query_scale", "blur_sigma"):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"views.{name} must go from low to high, not from {low} to {high}")
@@ -116,38 +116,36 @@ class Views(Section):
 class Model(Section):
     """The Vision Transformer."""
 
-    init: str | None = Field(
-        None, description="weights that student and teacher start from; the model is then theirs; null: random numbers"
+    init: str | None = setting(
+        None, "weights that student and teacher start from; the model is then theirs; null: random numbers"
     )
-    size: Literal["tiny", "small", "base", "large"] = Field("small", description="width, depth and heads of the ViT")
-    patch_size: Literal[4, 8, 14, 16] = Field(16, description="side of a patch, pixels")
-    num_channels: Annotated[int, Field(ge=1, le=256)] = Field(
-        3, description="3: RGB; 1: grey; others: TIFF files of so many bands. Colours are changed in RGB only"
+    size: Literal["tiny", "small", "base", "large"] = setting("small", "width, depth and heads of the ViT")
+    patch_size: Literal[4, 8, 14, 16] = setting(16, "side of a patch, pixels")
+    num_channels: Annotated[int, Field(ge=1, le=256)] = setting(
+        3, "3: RGB; 1: gray; others: TIFF files of so many bands. Colors are changed in RGB only"
     )
-    dim: Width | None = Field(None, description="width instead of the size's")
-    depth: Annotated[int, Field(ge=1, le=1000)] | None = Field(
-        None, description="number of blocks instead of the size's"
+    dim: Width | None = advanced(None, "width instead of the size's")
+    depth: Annotated[int, Field(ge=1, le=1000)] | None = advanced(None, "number of blocks instead of the size's")
+    num_heads: Width | None = advanced(None, "heads instead of the size's")
+    num_registers: int = advanced(0, "register tokens", ge=0, le=1024)
+    layer_scale: Positive | None = advanced(None, "initial LayerScale; null: none")
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(
+        0.1, "drop path of the last block, linear in depth; student only"
     )
-    num_heads: Width | None = Field(None, description="heads instead of the size's")
-    num_registers: int = Field(0, ge=0, le=1024, description="register tokens")
-    layer_scale: Positive | None = Field(None, description="initial LayerScale; null: none")
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.1, description="drop path of the last block, linear in depth; student only"
+    query_keys: Literal["image", "patches", "image_and_self", "all"] = advanced(
+        "image", "what a query attends to; 'all' is the bidirectional ablation"
     )
-    query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
-        "image", description="what a query attends to; 'all' is the bidirectional ablation"
+    query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = advanced(
+        0, "last blocks in which a query holds only what it has read there, and none of its own pixels"
     )
-    query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
-        0, description="last blocks in which a query holds only what it has read there, and none of its own pixels"
+    position_resampling: Literal["antialias", "plain", "offset"] = advanced(
+        "antialias", "how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
-    position_resampling: Literal["antialias", "plain", "offset"] = Field(
-        "antialias", description="how positions are resampled when the grid differs; offset: as DINO's own code does"
-    )
-    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = advanced(1e-6, "epsilon of the norms")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(width, depth, heads)"""
+        """Return (width, depth, heads)."""
         dim, depth, heads = VIT_SIZES[self.size]
         return self.dim or dim, self.depth or depth, self.num_heads or heads
 
@@ -178,123 +176,120 @@ class Model(Section):
 class Method(Section):
     """The losses, the teacher and the projection head."""
 
-    query_weight: NonNegative = Field(0.5, description="lambda, weight of the query loss")
-    masked_weight: NonNegative = Field(0.0, description="mu, weight of the masked-patch loss; 0: nothing is masked")
-    queries_in_local_views: bool = Field(False, description="the student's local crops carry the queries too")
-    center: Literal["separate", "shared"] = Field(
-        "separate",
-        description="one running center for each kind of token, or one for all: beside queries [CLS] collapses",
+    query_weight: NonNegative = setting(0.5, "lambda, weight of the query loss")
+    masked_weight: NonNegative = setting(0.0, "mu, weight of the masked-patch loss; 0: nothing is masked")
+    queries_in_local_views: bool = advanced(False, "the student's local crops carry the queries too")
+    center: Literal["separate", "shared"] = advanced(
+        "separate", "one running center for each kind of token, or one for all: beside queries [CLS] collapses"
     )
-    center_momentum: Ratio = Field(0.9, description="momentum of the centers")
-    target: Literal["center", "sinkhorn"] = Field("center", description="how the teacher's output becomes a target")
-    student_temperature: Temperature = Field(0.1, description="tau_s")
-    teacher_temperature: Temperature = Field(0.07, description="tau_t after its warm-up")
-    teacher_temperature_start: Temperature = Field(0.04, description="tau_t at the start")
-    teacher_temperature_warmup_epochs: NonNegative = Field(30, description="epochs over which tau_t rises, linearly")
-    query_temperature: Temperature | None = Field(
-        None, description="the teacher's temperature for queries; null: tau_t, as published"
+    center_momentum: Ratio = advanced(0.9, "momentum of the centers")
+    target: Literal["center", "sinkhorn"] = advanced("center", "how the teacher's output becomes a target")
+    # tau_s; the same in DINO, iBOT and DINOv2: how sharp targets are against it is set by the teacher's temperature
+    student_temperature: ClassVar[float] = 0.1
+    teacher_temperature: Temperature = setting(0.07, "tau_t after its warm-up")
+    teacher_temperature_start: Temperature = advanced(0.04, "tau_t at the start")
+    teacher_temperature_warmup_epochs: NonNegative = advanced(30, "epochs over which tau_t rises, linearly")
+    query_temperature: Temperature | None = setting(
+        None, "the teacher's temperature for queries; null: tau_t, as published"
     )
-    query_temperature_start: Temperature | None = Field(
-        None, description="the same at the start, rising as tau_t does; null: constant"
+    query_temperature_start: Temperature | None = advanced(
+        None, "the same at the start, rising as tau_t does; null: constant"
     )
-    momentum: Ratio = Field(0.996, description="the teacher's momentum at the start")
-    momentum_end: Ratio = Field(1.0, description="the teacher's momentum at the end, by a cosine")
-    head_hidden_dim: Width = Field(2048, description="width of the projection head")
-    head_bottleneck_dim: Width = Field(256, description="width before the prototypes")
-    num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = Field(65536, description="K")
-    train_gain: bool = Field(
-        True, description="train the gain of the weight-normalised last layer (norm_last_layer false)"
-    )
+    momentum: Ratio = setting(0.996, "the teacher's momentum at the start")
+    momentum_end: Ratio = advanced(1.0, "the teacher's momentum at the end, by a cosine")
+    head_hidden_dim: Width = advanced(2048, "width of the projection head")
+    head_bottleneck_dim: Width = advanced(256, "width before the prototypes")
+    num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K")
+    train_gain: bool = advanced(True, "train the gain of the weight-normalized last layer (norm_last_layer false)")
 
 
 class Optim(Section):
     """AdamW and its schedules."""
 
-    lr: Positive = Field(5e-4, description="learning rate for each 256 images of the batch")
-    final_lr: NonNegative = Field(1e-6, description="learning rate at the end")
-    warmup_epochs: NonNegative = Field(10, description="epochs over which the learning rate rises from 0")
-    weight_decay: NonNegative = Field(0.04, description="weight decay at the start")
-    weight_decay_end: NonNegative = Field(0.4, description="weight decay at the end, by a cosine")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's")
-    clip_norm: Positive | None = Field(
-        3.0, description="largest gradient norm of each parameter tensor on its own; null: none"
-    )
-    freeze_last_layer_epochs: NonNegative = Field(1, description="epochs in which the head's last layer stands still")
-    freeze_backbone_epochs: NonNegative | None = Field(
-        None,
-        description="epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1",
+    lr: Positive = setting(5e-4, "learning rate for each 256 images of the batch")
+    final_lr: NonNegative = advanced(1e-6, "learning rate at the end")
+    warmup_epochs: NonNegative = setting(10, "epochs over which the learning rate rises from 0")
+    weight_decay: NonNegative = setting(0.04, "weight decay at the start")
+    weight_decay_end: NonNegative = advanced(0.4, "weight decay at the end, by a cosine")
+    betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "AdamW's")
+    clip_norm: Positive | None = advanced(3.0, "largest gradient norm of each parameter tensor on its own; null: none")
+    freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer is frozen")
+    freeze_backbone_epochs: NonNegative | None = advanced(
+        None, "epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1"
     )
 
 
 class Train(Section):
-    """How long, how large, where, and what is kept."""
+    """Length, batch size, device, checkpoints and logs."""
 
-    epochs: Epochs = Field(100, description="passes over the images")
-    batch_size: Count = Field(1024, description="images in one step, over all processes")
-    micro_batch_size: Count | None = Field(
-        None, description="images at once in one process, the rest accumulated; null: fitted to memory"
+    epochs: Epochs = setting(100, "passes over the images")
+    batch_size: Count = setting(1024, "images in one step, over all processes")
+    micro_batch_size: Count | None = runtime(
+        None, "images at once in one process, the rest accumulated; null: fitted to memory"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="everything random follows from it")
-    device: Device = Field("auto", description="auto: the GPU if there is one")
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "everything random follows from it")
+    device: Device = setting("auto", "auto: the GPU if there is one", free=["resume"])
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 autocast on a GPU that has it, else float32"
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
+    compile: Literal["auto", "on", "off"] = runtime(
+        "auto", "compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
     )
-    checkpoint_activations: bool = Field(
-        False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
+    checkpoint_activations: bool = runtime(
+        False, "keep only the inputs of blocks and run them again in backward: less memory, more time"
     )
-    shard: bool = Field(
-        False, description="spread weights and moments over the processes (FSDP2), for ViT-L and larger; not compiled"
+    shard: bool = runtime(
+        False, "spread weights and moments over the processes (FSDP2), for ViT-L and larger; not compiled"
     )
-    reduce_precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of gradients on their way between processes"
+    reduce_precision: Literal["float32", "bfloat16"] = advanced(
+        "float32", "of gradients on their way between processes"
     )
-    deterministic: bool = Field(False, description="refuse operations that are not repeated to the bit on a GPU")
-    max_void_steps: Count = Field(
-        50, description="steps in a row with a loss or gradient that is not finite, after which the run ends"
+    deterministic: bool = advanced(False, "refuse operations that are not repeated to the bit on a GPU")
+    max_void_steps: Count = runtime(
+        50, "steps in a row with a loss or gradient that is not finite, after which the run ends"
     )
-    log_every_steps: Count = Field(10, description="steps between lines of metrics.jsonl")
-    health_every_steps: Count | None = Field(
-        100, description="steps between looks at whether it collapses; null: never"
+    log_every_steps: Count = runtime(10, "steps between lines of metrics.jsonl")
+    health_every_steps: Count | None = runtime(100, "steps between looks at whether it collapses; null: never")
+    checkpoint_every_steps: Count | None = runtime(
+        None, "steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
     )
-    checkpoint_every_steps: Count | None = Field(
-        None, description="steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
+    checkpoint_every_minutes: Positive | None = runtime(
+        15.0, "minutes after which a checkpoint is written besides; null: never for the time's sake"
     )
-    checkpoint_every_minutes: Positive | None = Field(
-        15.0, description="minutes after which a checkpoint is written besides; null: never for the time's sake"
+    keep_checkpoints: Count = runtime(2, "newest checkpoints kept")
+    free_checkpoints: bool = runtime(
+        True, "on a full disk, delete the oldest checkpoints for a new one; never the newest"
     )
-    keep_checkpoints: Count = Field(2, description="newest checkpoints kept")
-    free_checkpoints: bool = Field(
-        True, description="on a full disk, delete the oldest checkpoints for a new one; never the newest"
+    report: bool = runtime(True, "write report.html, with pictures of three images, while it trains")
+    loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = setting(
+        (), "where the curves also go", free=["resume"]
     )
-    report: bool = Field(True, description="write report.html, with pictures of three images, while it trains")
-    loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = Field((), description="where the curves also go")
 
 
 class Probe(Section):
     """Scores of the teacher during training: kNN, matching of patches, in-context segmentation."""
 
-    data: str | None = Field(
-        None, description="labelled folder (train/ and val/, or one that is split 80/20), for a kNN score"
+    data: str | None = setting(
+        None, "labeled folder (train/ and val/, or one that is split 80/20), for a kNN score", free=["resume"]
     )
-    held_out: str | None = Field(
+    held_out: str | None = setting(
         None,
-        description="images that are not trained on: how often are they and their patches found in another view?",
+        "images that are not trained on: how often are they and their patches found in another view?",
+        free=["resume"],
     )
-    every_epochs: Count = Field(10, description="epochs between probes; the start and the end always")
-    k: Count = Field(20, description="neighbours")
-    images_at_once: Count = Field(256, description="images that go through the network together")
-    pixels: str | None = Field(None, description="labelled pixels (see evaluate incontext) for in-context mIoU")
-    pixels_size: Side | None = Field(None, description="shorter side of those images; null: that of the global crops")
-    memory_size: Count = Field(102_400, description="labelled patches that in-context segmentation remembers")
+    every_epochs: Count = setting(10, "epochs between probes; the start and the end always", free=["resume"])
+    k: Count = runtime(20, "neighbors")
+    # images that go through the network together; without gradients, this takes less memory than a training step
+    images_at_once: ClassVar[int] = 256
+    pixels: str | None = setting(None, "labeled pixels (see evaluate incontext) for in-context mIoU", free=["resume"])
+    pixels_size: Side | None = runtime(None, "shorter side of those images; null: that of the global crops")
+    memory_size: Count = runtime(102_400, "labeled patches that in-context segmentation remembers")
 
 
 class Settings(Section):
-    """Everything that says what a run is."""
+    """All settings of a pretraining run."""
 
-    recipe: str = Field("", description="the recipe these settings started from")
+    recipe: str = runtime("", "the recipe these settings started from")
     data: Data = Data()
     views: Views = Views()
     model: Model = Model()
@@ -305,21 +300,22 @@ class Settings(Section):
 
     @property
     def masked(self) -> bool:
+        """Return whether there is a masked-patch loss."""
         return self.method.masked_weight > 0
 
     @property
     def num_anchored(self) -> int:
-        """How many queries of an image are boxes of its local crops."""
+        """Return how many queries of an image are boxes of its local crops."""
         views = self.views
         return min(views.num_queries, views.num_local) if views.query_source == "local" else 0
 
     @property
     def frozen_epochs(self) -> float:
-        """Epochs in which the backbone stands still."""
-        wanted = self.optim.freeze_backbone_epochs
-        if wanted is None:
+        """Return the epochs in which the backbone is frozen."""
+        epochs = self.optim.freeze_backbone_epochs
+        if epochs is None:
             return 0.0 if self.model.init is None else min(1.0, self.train.epochs / 10)
-        return wanted
+        return epochs
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

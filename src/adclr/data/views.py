@@ -59,7 +59,7 @@ def plan(settings: Settings, epoch: int, keys: Words, sizes: Ints) -> Plan:
         views.global_size,
         views.global_scale,
         views.global_blur,
-        views.solarise,
+        views.solarize,
     )
     if views.num_local:
         local = _crops(
@@ -133,7 +133,7 @@ def _crops(
         jitter=chance("jitter", views.jitter, colours),
         factors=factors,
         order=order,
-        grey=chance("grey", views.grey, colours),
+        grey=chance("grey", views.gray, colours),
         sigma=np.where(chance("blur", blur), sigma, 0.0),
         solarise=chance("solarise", solarise, colours),
     )

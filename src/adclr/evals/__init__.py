@@ -174,6 +174,7 @@ def _controls(name: str, settings: Any, out: Path | None) -> tuple[Path, list[Pa
 def file_of(name: str, settings: Any) -> Path:
     """evals/NAME/DATA-HASH.json beside the weights; the hash tells data of one name and other settings apart.
 
+    In the hash, settings have the names of version 0.1, so that the scores of that version are found.
     A run's own weights are not in the hash, so that a run can be moved; the many that may lie in one folder are.
     """
     weights = Path(settings.weights)
@@ -185,6 +186,7 @@ def file_of(name: str, settings: Any) -> Path:
         "weights": "" if own else as_utf8(weights.name),
         "data": tuple(told) if isinstance(settings.data, tuple) else told[0],
     }
-    hashed = blake2b(settings.model_copy(update=update).model_dump_json().encode(), digest_size=4).hexdigest()
+    text = settings.model_copy(update=update).model_dump_json(by_alias=True)
+    hashed = blake2b(text.encode(), digest_size=4).hexdigest()
     named = "+".join(os.path.basename(place.rstrip("/")) for place in places)[:100]
     return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / f"{named}-{hashed}.json"

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Share, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Share, Side, UserError, free_settings, setting
 from adclr.data.draws import Draws, Words, combine, epoch_order, key_of
 from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Ahead
@@ -50,15 +49,12 @@ EPOCHS, DROPS = 12, (8 / 12, 11 / 12)  # of the 1x schedule
 LR, LR_BATCH, WARMUP, DECAY, LAYER_DECAY, DROP_PATH = 3e-4, 32, 1000, 0.05, 0.75, 0.05
 STEP = 32  # pixels between shorter sides
 DRAWN_FROM = 0.5  # score from which a detection is drawn
-# settings that a resumed training may have otherwise: how, not what
-HOW = {
-    *("weights", "data", "num_workers", "device", "max_unreadable", "checkpoint_minutes"),
-    *("pictures", "test_batch_size"),
-}
 
 
 class Settings(Pace, Conditions):
-    data: str = Field("", description="folder with annotations/instances_{train,val}.json and the images")
+    data: str = setting(
+        "", "folder with annotations/instances_{train,val}.json and the images", free=["resume", "study"]
+    )
     train_split: str = Field("train", description="of the json that is learned from")
     val_split: str = Field("val", description="and of the one that is scored")
     drop_bad: bool = Field(False, description="leave bad objects out instead of refusing the file")
@@ -74,9 +70,13 @@ class Settings(Pace, Conditions):
     layer_decay: Share | None = Field(
         None, description="speed of a layer, of the one above; null: 0.75, from scratch 1"
     )
-    test_batch_size: Count = Field(4, description="test images at once, of one size")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
-    pictures: Annotated[int, Field(ge=0, le=64)] = Field(4, description="val images whose detections are drawn")
+    test_batch_size: Count = setting(4, "test images at once, of one size", free=["resume", "study"])
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
+    pictures: Annotated[int, Field(ge=0, le=64)] = setting(
+        4, "val images whose detections are drawn", free=["resume", "study"]
+    )
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def assemble(
         checkpoint_minutes=settings.checkpoint_minutes,
         run=work,
         identity={
-            "settings": settings.model_dump(mode="json", exclude=HOW),
+            "settings": settings.model_dump(mode="json", exclude=free_settings(Settings, "resume")),
             "images": train.photos.fingerprint(),
             "start": fingerprint(model.state_dict()),
         },

@@ -30,8 +30,19 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr.config.sections import Count, NonNegative, Positive, Ratio, Section, Share, UserError
-from adclr.config.settings import Beta, Side
+from adclr.config.sections import (
+    Beta,
+    Count,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+    Share,
+    Side,
+    UserError,
+    free_settings,
+    setting,
+)
 from adclr.data.draws import Draws
 from adclr.data.sets.classes import Labelled
 from adclr.evals.accuracy import accuracies
@@ -55,17 +66,14 @@ from adclr.weights.tensors import fit_tensors
 
 BASE = 768  # width of ViT-B
 AT_ONCE = 256  # images, where nothing is trained
-# settings that a resumed fine-tuning may have otherwise: how, not what
-HOW = {
-    *("weights", "data", "num_workers", "device", "max_unreadable"),
-    *("micro_batch_size", "compile", "checkpoint_minutes", "validate_every"),
-}
 
 
 class Protocol(Section):
     epochs: Count = Field(100, description="over the train split (iBOT on ImageNet: ViT-S 200, ViT-B 100)")
     batch_size: Count = Field(256, description="images of a step, of all processes (iBOT: 1024)")
-    micro_batch_size: Count | None = Field(None, description="images at once in a process; null: all of its part")
+    micro_batch_size: Count | None = setting(
+        None, "images at once in a process; null: all of its part", free=["resume", "study"]
+    )
     lr: Positive = Field(1e-3, description="at batch 256, of the last layer")
     final_lr: NonNegative = Field(1e-6, description="at the end of the cosine")
     warmup_epochs: NonNegative | None = Field(None, description="linear from 0; null: a tenth of the epochs")
@@ -85,11 +93,15 @@ class Protocol(Section):
     cutmix: NonNegative = Field(1.0, description="the same of cutmix; of both one is drawn for each step")
     smoothing: Ratio = Field(0.1, description="of the labels")
     ema: Beta | None = Field(None, description="average the weights too, with this momentum, and score that as well")
-    validate_every: Count | None = Field(None, description="epochs between scores; null: one at the end")
-    checkpoint_minutes: Positive = Field(2.0, description="between checkpoints")
+    validate_every: Count | None = setting(None, "epochs between scores; null: one at the end", free=["resume"])
+    checkpoint_minutes: Positive = setting(2.0, "between checkpoints", free=["resume", "study"])
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
-    compile: Literal["auto", "on", "off"] = Field("auto", description="compile the blocks; auto: on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
+    compile: Literal["auto", "on", "off"] = setting(
+        "auto", "compile the blocks; auto: on a GPU", free=["resume", "study"]
+    )
 
 
 class Settings(Protocol, Task):
@@ -192,7 +204,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
     if local % micro or (pairs and micro % 2):
         raise UserError(f"micro_batch_size={micro} must be even and divide a process's {local} images; choose such")
     model = Classifier(vit, len(labelled.classes), settings.pool, settings.seed).to(device)
-    told = settings.model_dump(mode="json", exclude=HOW)
+    told = settings.model_dump(mode="json", exclude=free_settings(Settings, "resume"))
     data = [split.source.fingerprint() for split in (labelled.train, labelled.val)]
     optimizer = torch.optim.AdamW(
         optim.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Positive, Side, UserError, setting
 from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
@@ -47,7 +46,9 @@ class Settings(Pixelwise):
     k: Count = Field(30, description="neighbours")
     temperature: Positive = Field(0.02, description="of the softmax over their similarities")
     batch_size: Count = Field(16, description="images at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:

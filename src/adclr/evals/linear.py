@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, Section, Several, Share
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Positive, Section, Several, Share, Side, setting
 from adclr.data.draws import Words, combine, epoch_order, key_of
 from adclr.data.sets.classes import Labelled, Split
 from adclr.evals.accuracy import accuracies
@@ -52,7 +51,9 @@ class Protocol(Section):
     min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
     quick: bool = Field(False, description="train on the features of centre crops, taken once")
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
 
 
 class Settings(Protocol, Task):

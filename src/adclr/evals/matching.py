@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Device, Section, UserError
+from adclr.config.sections import Count, Device, Section, UserError, setting
 from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
@@ -43,13 +43,17 @@ DEVIATIONS = 3.0  # by which a share of images must have risen before it counts
 
 
 class Settings(Section):
-    weights: str = Field("", description="a run directory, a file or folder of weights, or timm:NAME")
-    partial: bool = Field(False, description="take weights that do not cover the whole backbone")
-    data: str = Field("", description="images that were not trained on: folder, .txt list, .tar shards or hf:PATH")
+    weights: str = setting("", "a run directory, a file or folder of weights, or timm:NAME", free=["study"])
+    partial: bool = setting(False, "take weights that do not cover the whole backbone", free=["study", "control"])
+    data: str = setting(
+        "", "images that were not trained on: folder, .txt list, .tar shards or hf:PATH", free=["study"]
+    )
     max_images: Count = Field(1000, description="images that are looked at, the first by their keys")
     batch_size: Count = Field(64, description="images at once")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
-    device: Device = Field("auto", description="auto: the GPU if there is one")
+    num_workers: int | None = setting(
+        None, "decoding threads; null: one for each CPU core", ge=1, free=["study", "control"]
+    )
+    device: Device = setting("auto", "auto: the GPU if there is one", free=["study", "control"])
 
 
 class Boxes(NamedTuple):

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Positive, Several, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Positive, Several, Side, UserError, free_settings, setting
 from adclr.data.draws import combine, key_of
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
@@ -43,11 +42,6 @@ from adclr.weights.backbone import Weights
 
 Head = Literal["linear", "fpn", "upernet"]
 AUXILIARY = 0.4  # weight of the auxiliary head's loss
-# settings that a resumed training may have otherwise: how, not what
-HOW = {
-    *("weights", "data", "num_workers", "device", "max_unreadable", "compile", "checkpoint_minutes"),
-    *("pictures", "test_batch_size", "inference", "test_scales", "test_mirrored", "val_split"),
-}
 
 
 class Settings(Pace, Pixelwise):
@@ -58,14 +52,16 @@ class Settings(Pace, Pixelwise):
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="of the last block; frozen: none")
     size: Side = Field(512, description="side of the crops, and shorter side of test images, pixels")
     scales: tuple[Positive, Positive] = Field((0.5, 2.0), description="of the shorter side, before crops are cut")
-    colours: bool = Field(True, description="change brightness, contrast, saturation and hue in training")
-    inference: Literal["auto", "whole", "sliding"] = Field("auto", description="auto: sliding for upernet")
+    colors: bool = setting(True, "change brightness, contrast, saturation and hue in training", old_name="colours")
+    inference: Literal["auto", "whole", "sliding"] = setting("auto", "auto: sliding for upernet", free=["resume"])
     stride: Side | None = Field(None, description="of sliding windows of the crops' size; null: two thirds of it")
-    test_scales: Several[Positive] = Field((1.0,), min_length=1, description="at which test images are seen")
-    test_mirrored: bool = Field(False, description="see their mirror images too")
-    test_batch_size: Count = Field(8, description="test images at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
-    compile: bool = Field(False, description="compile the blocks, which takes half a minute on a GPU")
+    test_scales: Several[Positive] = setting((1.0,), "at which test images are seen", min_length=1, free=["resume"])
+    test_mirrored: bool = setting(False, "see their mirror images too", free=["resume"])
+    test_batch_size: Count = setting(8, "test images at once", free=["resume", "study"])
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
+    compile: bool = setting(False, "compile the blocks, which takes half a minute on a GPU", free=["resume", "study"])
 
 
 @dataclass(frozen=True)
@@ -231,12 +227,13 @@ def assemble(job: Job, crops: ScaledCrops, work: Run | None) -> Course:
 
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
     groups = optim.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
-    told = settings.model_dump(mode="json", exclude=HOW)
+    # by the names of version 0.1, so that its trainings are resumed
+    told = settings.model_dump(mode="json", exclude=free_settings(Settings, "resume"), by_alias=True)
     return Course(
         name="segmentation",
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
-        batches=lambda start, end: crops.batches(start, end, settings.colours),
+        batches=lambda start, end: crops.batches(start, end, settings.colors),
         losses=losses,
         lr_at=lr_at,
         total=protocol.steps,

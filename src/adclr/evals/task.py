@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from adclr.config.sections import Device, Ratio, Section, UserError
+from adclr.config.sections import Device, Ratio, Section, UserError, setting
 from adclr.data.draws import combine, key_of
 from adclr.data.sets.classes import Labelled, open_labelled
 from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
@@ -18,17 +18,23 @@ from adclr.weights.backbone import Weights, load_weights
 
 
 class Conditions(Section):
-    weights: str = Field("", description="a run directory, a file or folder of weights, or timm:NAME")
-    partial: bool = Field(False, description="take weights that do not cover the whole backbone")
-    from_scratch: bool = Field(False, description="the control: the same ViT, newly initialised")
+    weights: str = setting("", "a run directory, a file or folder of weights, or timm:NAME", free=["resume", "study"])
+    partial: bool = setting(False, "take weights that do not cover the whole backbone", free=["study", "control"])
+    from_scratch: bool = setting(False, "the control: the same ViT, newly initialized", free=["study", "control"])
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
-    max_unreadable: Ratio = Field(0.1, description="share of unreadable images above which nothing is scored")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
-    device: Device = Field("auto", description="auto: the GPU if there is one")
+    max_unreadable: Ratio = setting(
+        0.1, "share of unreadable images above which nothing is scored", free=["resume", "study"]
+    )
+    num_workers: int | None = setting(
+        None, "decoding threads; null: one for each CPU core", ge=1, free=["resume", "study", "control"]
+    )
+    device: Device = setting("auto", "auto: the GPU if there is one", free=["resume", "study", "control"])
 
 
 class Task(Conditions):
-    data: str = Field("", description="labelled folder: train/ and val/, or one that is split 80/20; or KIND:DIR")
+    data: str = setting(
+        "", "labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR", free=["resume", "study"]
+    )
 
 
 def begin(name: str, settings: Task) -> tuple[Weights, Labelled, torch.device]:
@@ -50,11 +56,13 @@ def weights_of(settings: Conditions, device: torch.device) -> Weights:
 
 
 class Pixelwise(Conditions):
-    data: str = Field("", description="folder with images/, labels/ and classes.txt, or ADE20K's")
+    data: str = setting("", "folder with images/, labels/ and classes.txt, or ADE20K's", free=["resume", "study"])
     train_split: str = Field("train", description="folder of images/ and labels/ that is learned from")
-    val_split: str = Field("val", description="and the one that is scored")
+    val_split: str = setting("val", "and the one that is scored", free=["resume"])
     ignore: Annotated[int, Field(ge=0, lt=2**16)] = Field(IGNORE, description="value of labels that do not count")
-    pictures: Annotated[int, Field(ge=0, le=64)] = Field(4, description="val images whose prediction is drawn")
+    pictures: Annotated[int, Field(ge=0, le=64)] = setting(
+        4, "val images whose prediction is drawn", free=["resume", "study"]
+    )
 
 
 def begin_pixelwise(name: str, settings: Pixelwise) -> tuple[Weights, Segmented, torch.device]:

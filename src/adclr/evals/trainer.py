@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError
+from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError, setting
 from adclr.data.draws import combine
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically, write_json
@@ -47,7 +47,7 @@ class Pace(Section):
     minutes: Positive | None = Field(
         None, description="end the training, and its schedule, after this time at the latest; then it is not repeatable"
     )
-    checkpoint_minutes: Positive = Field(5.0, description="between checkpoints")
+    checkpoint_minutes: Positive = setting(5.0, "between checkpoints", free=["resume", "study"])
 
 
 Losses = Callable[[nn.Module, Any], dict[str, Tensor]]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from adclr.config.sections import Several, UserError
+from adclr.config.sections import Several, UserError, setting
 from adclr.data import stamps
 from adclr.data.sets.classes import open_labelled
 from adclr.data.sets.public import KINDS
@@ -31,7 +31,7 @@ Chosen = probing.Settings | tuning.Settings
 
 
 class Settings(Conditions):
-    data: Several[str] = Field((), description="labelled folders, or KIND:DIR; see linear")
+    data: Several[str] = setting((), "labeled folders, or KIND:DIR; see linear", free=["study"])
     how: Several[Literal["linear", "finetune"]] = Field(
         ("linear",), min_length=1, description="what is done with each of them"
     )

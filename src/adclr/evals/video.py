@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Positive, Side, UserError, setting
 from adclr.data.decode import Unreadable
 from adclr.data.sets import davis
 from adclr.data.sets.davis import Clip
@@ -39,18 +38,22 @@ WHOLE = 64  # pixels that the longer side is a multiple of, as in DINO's program
 
 
 class Settings(Conditions):
-    data: str = Field("", description="DAVIS's folder")
+    data: str = setting("", "DAVIS's folder", free=["study"])
     split: str = Field("val", description="list of clips, of ImageSets/YEAR")
     year: str = Field("2017", description="of the list")
     resolution: str = Field("480p", description="folder of JPEGImages and Annotations")
     size: Side = Field(480, description="shorter side of the frames, pixels")
     queue: Count = Field(7, description="frames before one that it looks at, beside the first")
-    neighbourhood: Annotated[int, Field(ge=0)] = Field(12, description="patches that it looks far; 0: everywhere")
+    neighborhood: Annotated[int, Field(ge=0)] = setting(
+        12, "patches that it looks far; 0: everywhere", old_name="neighbourhood"
+    )
     k: Count = Field(5, description="neighbours that hand on their labels")
     temperature: Positive = Field(0.1, description="of the softmax over their similarities")
     batch_size: Count = Field(16, description="frames at once")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU that has it")
-    pictures: Annotated[int, Field(ge=0, le=64)] = Field(4, description="clips of which a frame is drawn")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+    )
+    pictures: Annotated[int, Field(ge=0, le=64)] = setting(4, "clips of which a frame is drawn", free=["study"])
 
 
 def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def segment(
     shrunk = F.interpolate(mask[None, None].float(), size=grid, mode="nearest-exact").flatten().long()
     first = (shrunk[:, None] == numbers).float()
     found = propagate(
-        torch.cat(features), first, grid, settings.queue, settings.neighbourhood, settings.k, settings.temperature
+        torch.cat(features), first, grid, settings.queue, settings.neighborhood, settings.k, settings.temperature
     )
     maps = found.transpose(1, 2).unflatten(2, grid)  # type: ignore[no-untyped-call]
     made = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config.sections import Section, UserError
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 
@@ -28,7 +28,6 @@ HEADLINES = {
     "video": "video_j_and_f",
     "detection": "box_ap",
 }
-HOW = {"from_scratch", "partial", "device", "num_workers"}  # settings that leave the control the same
 MOST_FILES, LARGEST = 200, 2**22  # files of a folder that are read, and bytes of one
 
 
@@ -94,22 +93,24 @@ def _control(
     """Returns scores that have the headline: measured with it, of a file, or of the first probe of the run."""
     if f"{headline}_untrained" in scores:
         return Control({headline: scores[f"{headline}_untrained"]}, "measured with it")
-    wanted = comparable(settings.model_dump(mode="json"))
+    kind = type(settings)
+    wanted = comparable(kind, settings.model_dump(mode="json"))
     others = (path for folder in folders for path in sorted(folder.glob("*.json"))[:MOST_FILES])
     for path in dict.fromkeys([control, *others]):
         content = _read(path)
         stored, numbers = content.get("settings"), content.get("scores")
         if not isinstance(stored, dict) or stored.get("from_scratch") is not True or not isinstance(numbers, dict):
             continue
-        same = path == control or comparable(stored) == wanted
+        same = path == control or comparable(kind, stored) == wanted
         if same and isinstance(numbers.get(headline), int | float):
             return Control(numbers, str(path))
     return _first_probe(name, settings, headline)
 
 
-def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that make two evaluations comparable, with paths as they are from here."""
-    compared = {key: value for key, value in settings.items() if key not in HOW}
+def comparable(kind: type[Section], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings, of this class, that make two evaluations comparable, with paths as they are from here."""
+    free = sections.free_settings(kind, "control")
+    compared = {key: value for key, value in sections.current_names(kind, settings).items() if key not in free}
     for key in ("weights", "data"):
         value = compared.get(key)
         paths = value if isinstance(value, list | tuple) else [value]

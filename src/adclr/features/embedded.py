@@ -138,6 +138,7 @@ def difference(file: Path, facts: Facts) -> str | None:
     if not _is_about(file):
         return f"settings that cannot be read, for {file.name} is damaged"
     about = read_json(file)
+    about.setdefault("normalize", about.get("normalise"))  # its name in version 0.1
     for name, value in facts.items():
         if about.get(name) != value:
             known = name in ("weights", "images")

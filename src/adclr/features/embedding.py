@@ -23,8 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from adclr.config import sections
-from adclr.config.sections import Count, Device, Section, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Device, Section, Side, UserError, setting
 from adclr.data import collection, stamps
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
@@ -52,7 +51,7 @@ class Settings(Section):
     vector: Literal["cls", "mean_patch", "both"] = Field(
         "cls", description="[CLS], the mean of the patches, or one behind the other"
     )
-    normalise: bool = Field(False, description="to length 1: the vector, or that of each patch")
+    normalize: bool = setting(False, "to length 1: the vector, or that of each patch", old_name="normalise")
     size: Literal["input"] | Side | None = Field(
         "input", description="pixels; input: what the weights were trained at; null: the images' own"
     )
@@ -247,7 +246,7 @@ class Network:
             values = tokens.patches.float().mean(dim=1)
             if self.settings.vector == "both":
                 values = torch.cat([tokens.cls.float(), values], dim=-1)
-        if self.settings.normalise:
+        if self.settings.normalize:
             values = F.normalize(values, dim=-1)
         kept: Tensor = values.to(self.dtype)
         return kept

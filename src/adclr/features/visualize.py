@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from adclr.config.sections import Count, Device, Ratio, Section, Share, UserError
-from adclr.config.settings import Side
+from adclr.config.sections import Count, Device, Ratio, Section, Share, Side, UserError
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import Unreadable

@@ -164,7 +164,7 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = IN_A_ROW) -> Finding | No
             return Finding(
                 "uniform collapse",
                 f"{told}, and its targets are all prototypes alike; sharpen them: lower method.teacher_temperature and "
-                "its start, well below method.student_temperature",
+                "its start, well below the student's 0.1",
             )
         return Finding(
             "constant collapse",

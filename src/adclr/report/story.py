@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adclr import evals
 from adclr.config import sections
 from adclr.config.sections import UserError
+from adclr.config.settings import Settings
 from adclr.system.files import read_json
 from adclr.system.runs import STOPPED, Run
 
@@ -164,7 +166,7 @@ def _settings(run: Run) -> dict[str, Any]:
         values = sections.load_yaml(text, "settings.yaml")
     except (OSError, UserError):
         return {}
-    return sections.flatten(values) if isinstance(values, Mapping) else {}
+    return sections.current_names(Settings, sections.flatten(values)) if isinstance(values, Mapping) else {}
 
 
 def _starts(run: Run) -> list[dict[str, Any]]:
@@ -221,6 +223,8 @@ def _scores(folder: Path) -> list[Scores]:
         from_scratch = _inner(held, "settings", "from_scratch") == "True"
         stored = held.get("settings")
         settings = sections.flatten(stored) if isinstance(stored, Mapping) else {}
+        if path.parent.name in evals.NAMES:
+            settings = sections.current_names(evals.module(path.parent.name).Settings, settings)
         shown = {key: value for key, value in settings.items() if key not in ELSEWHERE}
         found.append(Scores(path.parent.name, data, numbers, when, shown, from_scratch))
     return found

@@ -39,9 +39,6 @@ from adclr.training import launch
 TRAINING = "training"  # in the place of an evaluation: a number of the run itself
 SCENES = "scenes"  # the data set that is built in
 PLACE = re.compile(r"(?:(?P<kind>\w+):)?(?P<name>[\w.-]+)(?P<below>(?:/[\w.-]+)*)")
-# Settings of an evaluation that say where and how, not what is computed
-FREE = {"weights", "data", "partial", "from_scratch", "max_unreadable", "num_workers", "device", "precision", "compile"}
-FREE |= {"pictures", "micro_batch_size", "test_batch_size", "checkpoint_minutes"}
 OWN = ("data.path", "train.seed")  # settings that a study says in its own words
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -67,19 +64,28 @@ class Evaluation(Section):
         return self
 
     @property
+    def settings_class(self) -> type[Section]:
+        """The `Settings` of the evaluation."""
+        settings: type[Section] = evals.module(self.name).Settings
+        return settings
+
+    @property
     def key(self) -> str:
-        """By which its scores are found again."""
-        return digest([self.name, self.data, self.recipe, sorted(self.settings.items())])
+        """By which its scores are found again: a hash, in which settings have the names of version 0.1."""
+        names = sections.old_names(self.settings_class) if self.name != TRAINING else {}
+        settings = {names.get(name, name): value for name, value in self.settings.items()}
+        return digest([self.name, self.data, self.recipe, sorted(settings.items())])
 
     def build(self, weights: str, data: str) -> Any:
         """Its settings."""
         layers = evals.recipe_of(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
-        return sections.build(evals.module(self.name).Settings, *layers)
+        return sections.build(self.settings_class, *layers)
 
     def computed(self) -> dict[str, Any]:
         """All its settings that say what is computed, those at their default too, as JSON has them."""
-        flat = sections.flatten(self.build("W", "D").model_dump(mode="json"))
-        return {path: value for path, value in flat.items() if path.rsplit(".", 1)[-1] not in FREE}
+        settings = self.build("W", "D")
+        free, flat = sections.free_settings(type(settings), "study"), sections.flatten(settings.model_dump(mode="json"))
+        return {path: value for path, value in flat.items() if path not in free}
 
 
 class Arm(Section):
@@ -123,14 +129,19 @@ class Cell:
     def known_by(self) -> dict[str, Any]:
         """All that says what is computed."""
         flat = sections.flatten(self.settings.model_dump(mode="json"))
-        kept = {path: value for path, value in flat.items() if path not in launch.FREE}
+        free = sections.free_settings(Settings, "resume")
+        kept = {path: value for path, value in flat.items() if path not in free}
         return {"data": self.settings.data.path, "untrained": self.untrained, "settings": kept}
 
     @property
     def key(self) -> str:
-        """Settings at their default are left out, so that one that comes new into the program changes no key."""
+        """A hash of the settings that are not the default, so that a new setting changes no key.
+
+        They have the names of version 0.1 in it, so that results of that version are found.
+        """
         known, default = self.known_by, sections.flatten(Settings().model_dump(mode="json"))
-        told = {path: value for path, value in known["settings"].items() if value != default[path]}
+        names = sections.old_names(Settings)
+        told = {names.get(path, path): value for path, value in known["settings"].items() if value != default[path]}
         return digest([known["data"], self.untrained, sorted(told.items())])
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from adclr.config import sections
 from adclr.config.sections import UserError
+from adclr.config.settings import Settings
 from adclr.study.data import Fingerprints
 from adclr.study.outline import TRAINING, Cell, Evaluation, Study
 from adclr.system.files import read_json, write_json
@@ -106,7 +108,7 @@ class Results:
             raise UserError(f"{file} is not the result of a run; delete it, and the run is made again") from None
         found["evaluations"] = _taken(found["evaluations"], self.data.evaluations)
         wanted = cell.known_by["settings"]
-        for path, value in found["settings"].items():
+        for path, value in sections.current_names(Settings, found["settings"]).items():
             # a default that was another when it was made: the key does not tell
             if path in wanted and wanted[path] != value:
                 raise UserError(
@@ -121,8 +123,10 @@ class Results:
         scored = {} if found is None else found["evaluations"]
         wanted = {one.key: one for one in evaluations.values()}  # two columns may be of one evaluation
         for key, one in wanted.items():
-            built = one.computed() if key in scored and one.name != TRAINING else {}
-            for name, value in scored.get(key, {}).get("built", {}).items():
+            if key not in scored or one.name == TRAINING:
+                continue
+            built, stored = one.computed(), scored[key].get("built", {})
+            for name, value in sections.current_names(one.settings_class, stored).items():
                 if name in built and built[name] != value:
                     raise UserError(
                         f"{self.file(cell)} has scores of {one.name} made with {name}={value}, which is {built[name]} "

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adclr.config.sections import UserError
+from adclr.config.errors import UserError
 
 if TYPE_CHECKING:  # counting cores needs no torch
     import torch

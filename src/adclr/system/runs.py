@@ -54,7 +54,7 @@ class Run:
         if not isinstance(values, dict):
             raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
         try:
-            return sections.build(Settings, values)
+            return sections.build(Settings, values, warn=False)
         except UserError as error:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from adclr.config.sections import UserError
-from adclr.config.settings import VIT_SIZES, Settings
+from adclr.config.sections import VIT_SIZES, UserError
+from adclr.config.settings import Settings
 from adclr.data.draws import mix
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import extract

@@ -25,41 +25,6 @@ from adclr.training import loggers
 INDEX = "index.npz"  # in a run: what was found when the collection was searched
 MOST_WARNINGS = 5  # damaged shards that are named one by one
 STAMPS = "stamps.npz"  # in a run: sizes and times of the images when it was last started
-# What may differ when a run is resumed, because it does not say what is computed but how.
-FREE = (
-    "recipe",
-    "data.path",
-    "data.num_workers",
-    "data.cache",
-    "data.max_unreadable",
-    "data.allow_changed",
-    "data.allow_damaged_shards",
-    "data.check",
-    "train.device",
-    "train.compile",
-    "train.checkpoint_activations",
-    "train.micro_batch_size",
-    "train.shard",
-    "train.max_void_steps",
-    "train.log_every_steps",
-    "train.health_every_steps",
-    "train.checkpoint_every_steps",
-    "train.checkpoint_every_minutes",
-    "train.keep_checkpoints",
-    "train.free_checkpoints",
-    "train.loggers",
-    "train.report",
-    "probe.data",
-    "probe.held_out",
-    "probe.every_epochs",
-    "probe.k",
-    "probe.images_at_once",
-    "probe.pixels",
-    "probe.pixels_size",
-    "probe.memory_size",
-    "data.labels",
-)
-
 # Settings in epochs that must fit into those of the run, and whether they may fill it.
 IN_EPOCHS = {
     "optim.warmup_epochs": False,
@@ -132,7 +97,7 @@ def prepare(
     else:
         if stored.train.epochs != settings.train.epochs:
             raise UserError(_other_epochs(run, stored.train.epochs, settings.train.epochs))
-        found = sections.differences(stored, settings, FREE)
+        found = sections.differences(stored, settings, sections.free_settings(Settings, "resume"))
         if found:
             raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
     check_batch(settings, len(source))

@@ -21,8 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from adclr.config import sections
-from adclr.config.sections import Positive, Ratio, Section, UserError
-from adclr.config.settings import VIT_SIZES, Deviation, Settings, Side, Width
+from adclr.config.sections import VIT_SIZES, Deviation, Positive, Ratio, Section, Side, UserError, Width
+from adclr.config.settings import Settings
 from adclr.data.decode import Decoder
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
