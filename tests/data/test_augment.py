@@ -9,10 +9,11 @@ import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Packed, pack, render
+from adclr.data.augment import render
 from adclr.data.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
 from adclr.data.augment.resample import resample, resample_each
 from adclr.data.draws import key_of
+from adclr.data.packed import Packed, pack
 from adclr.data.sets import scenes
 from adclr.data.views import plan
 from tiny import tiny

@@ -108,7 +108,7 @@ def test_features_are_dinos() -> None:
 def test_crops_are_torchvisions_of_the_same_boxes() -> None:
     from torchvision.transforms.v2 import functional
 
-    from adclr.data.augment import pack
+    from adclr.data.packed import pack
 
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (3, h, w), np.uint8) for h, w in ((50, 70), (33, 40), (90, 20))]

@@ -28,7 +28,7 @@ from tiny import TINY, tiny
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}
 # In the process: threads that read one image hang, as on a disk that does not answer, until a file is there.
 HANG = """
-import os, threading, time, adclr.sources as s, adclr.workers as w
+import os, threading, time, adclr.data.sources as s, adclr.system.threads as w
 w.PATIENCE_SECONDS = 2.0
 read = s.read_file
 def hanging(path):

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
-from adclr.data.augment import Packed, pack
 from adclr.data.decode import Pixels
+from adclr.data.packed import Packed, pack
 from adclr.system.progress import Line
 from adclr.system.threads import Workers, in_order, result
 

@@ -22,9 +22,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from adclr.data.augment import Packed, pack
 from adclr.data.decode import MISSING, Decoder, Pixels, Unreadable
 from adclr.data.jpeg import Header, read_header
+from adclr.data.packed import Packed, pack
 from adclr.system.devices import stream
 
 END = b"\xff\xd9"
