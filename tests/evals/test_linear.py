@@ -85,7 +85,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
     assert score(data, epochs=3, num_workers=7) == plain
     monkeypatch.setattr(linear, "AT_ONCE", 7)
     assert score(data, epochs=3) == plain
-    monkeypatch.setattr("adclr.data.cache.make", lambda *_, **__: None)  # decoded anew in every epoch
+    monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)  # decoded anew in every epoch
     assert score(data, epochs=3, num_workers=3) == plain
 
 

@@ -21,7 +21,7 @@ from adclr.data.augment import Views, render
 from adclr.data.draws import combine, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Ahead
-from adclr.data.views import Plan, plan
+from adclr.data.views import BatchPlan, plan
 from adclr.system import distributed
 
 Order = Iterable[tuple[int, NDArray[np.int64]]]  # epoch and indices of the images of each micro-batch
@@ -46,7 +46,7 @@ class TrainingBatches:
         batches = self.feed.batches(order, partial(plan, self.settings))  # decoded, packed and planned by threads
         return Ahead(batches, self._render, self.device)  # by one more thread on a GPU
 
-    def _render(self, batch: Batch[Plan]) -> Views:
+    def _render(self, batch: Batch[BatchPlan]) -> Views:
         data = self.settings.data
         return render(batch.packed.to(self.device), batch.plan, data.mean, data.std)
 

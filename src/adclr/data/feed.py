@@ -124,7 +124,7 @@ class Feed:
         """Decode all images once and cache them, if the setting says so and they fit."""
         gpu = machine.available(device) if device.type == "cuda" else 0.0
         room = cache.Room(machine.host_memory() / distributed.local_world_size(), gpu)
-        self.store = cache.make(
+        self.store = cache.build_store(
             mode, self.read, len(self.source), self.num_workers, room, device, distributed.is_main(), self.reading
         )
 
