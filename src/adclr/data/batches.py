@@ -35,7 +35,7 @@ class TrainingBatches:
         self.batch_size = settings.train.batch_size
         self.local_batch = self.batch_size // distributed.world_size()  # images of a step in this process
         self.steps_per_epoch = len(feed.source) // self.batch_size
-        self._shuffled: tuple[int, NDArray[np.int64]] | None = None  # the epoch that was asked for last, its order
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None  # the last epoch and its order
 
     def from_step(self, start: int) -> Ahead[Views]:
         """Return the views of every micro-batch of this process from a step on; close the iterator in the end."""

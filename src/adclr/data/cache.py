@@ -77,7 +77,7 @@ def build_store(
     read: Read,
     count: int,
     num_workers: int,
-    room: Room,
+    free: Room,
     device: torch.device,
     show: bool = True,
     reading: Callable[[], str] = lambda: "the images",
@@ -92,12 +92,12 @@ def build_store(
         return None
     with Workers(max(1, num_workers), "cache") as pool:
         size = guess(read, count, pool)
-        where = place(mode, size, room) if size else None  # if nothing can be read, the first batch says so
+        where = place(mode, size, free) if size else None  # if nothing can be read, the first batch says so
     if where is None:
         return None
-    capacity = MARGIN * size + 2**26 if mode == "auto" else room.host
+    capacity = MARGIN * size + 2**26 if mode == "auto" else free.host
     part = int(np.clip(PART_BYTES * count // size, 1, PART_IMAGES))
-    packed = _fill(read, count, part, max(1, num_workers), min(room.host, capacity), show, reading)
+    packed = _fill(read, count, part, max(1, num_workers), min(free.host, capacity), show, reading)
     if packed is None:
         if mode == "auto":
             return None
@@ -105,13 +105,13 @@ def build_store(
     return Store(packed.to(device) if where == "gpu" else packed)
 
 
-def place(mode: str, size: float, room: Room) -> Literal["ram", "gpu"] | None:
+def place(mode: str, size: float, free: Room) -> Literal["ram", "gpu"] | None:
     """Return where a collection of so many bytes is cached; None: nowhere."""
     if mode == "auto":
-        if room.gpu and MARGIN * size <= min(GPU_SHARE * room.gpu, room.host):
+        if free.gpu and MARGIN * size <= min(GPU_SHARE * free.gpu, free.host):
             return "gpu"
-        return "ram" if MARGIN * size <= HOST_SHARE * room.host else None
-    largest = min(room.gpu, room.host) if mode == "gpu" else room.host
+        return "ram" if MARGIN * size <= HOST_SHARE * free.host else None
+    largest = min(free.gpu, free.host) if mode == "gpu" else free.host
     if size > largest:
         raise UserError(
             f"data.cache={mode} needs about {size / GIB:.1f} GiB and {largest / GIB:.1f} are free; "

@@ -41,12 +41,12 @@ Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes
 
 @dataclass(frozen=True)
 class Batch(Generic[Plan]):
-    """Decoded images and the plan of what is made of them."""
+    """Decoded images and the plan of their crops."""
 
     packed: Packed
     plan: Plan
     epoch: int
-    indices: NDArray[np.int64]  # of the images asked for; `Feed.shown` says whose pixels these are
+    indices: NDArray[np.int64]  # of the images in the order; `Feed.shown` returns whose pixels these are
 
 
 class Feed:
@@ -123,9 +123,9 @@ class Feed:
     def keep(self, mode: cache.Mode, device: torch.device) -> None:
         """Decode all images once and cache them, if the setting says so and they fit."""
         gpu = machine.available(device) if device.type == "cuda" else 0.0
-        room = cache.Room(machine.host_memory() / distributed.local_world_size(), gpu)
+        free = cache.Room(machine.host_memory() / distributed.local_world_size(), gpu)
         self.store = cache.build_store(
-            mode, self.read, len(self.source), self.num_workers, room, device, distributed.is_main(), self.reading
+            mode, self.read, len(self.source), self.num_workers, free, device, distributed.is_main(), self.reading
         )
 
     def rate(self, batch: int = 128, batches: int = 4, seconds: float = float("inf")) -> float:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config.sections import UserError
-from adclr.data.sources import Items, is_searched
+from adclr.data.sources import Source, is_searched
 
 STATE = "state.json"  # a file of every such data set
 
 
-class HuggingFace(Items):
+class HuggingFace(Source):
     """The first column of images; labels are those of the first column of classes. `hf:PATH` or `hf:PATH/train`."""
 
     def __init__(self, path: str) -> None:

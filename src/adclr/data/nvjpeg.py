@@ -33,7 +33,7 @@ TRAILING = 64
 ROUNDING = 2  # of 255: how far the gray of missing data may be from libjpeg's; a few complete images go to the CPU too
 # GPUs with a hardware decoder: A100, H100 / H200, B200. On others nvJPEG would compete with the training.
 CAPABLE = ((8, 0), (9, 0), (10, 0))
-# Bytes are given to the decoder as a tensor without a copy, and it only reads them.
+# Bytes are passed to the decoder as a tensor without a copy, and it only reads them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from adclr.config.sections import UserError
-from adclr.data.sources import SUFFIXES, Facts, Items, Listing, fact, is_searched
+from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
 from adclr.system.progress import Tally
 
 LONGEST_LABEL = 256  # bytes of a .cls file
 
 
-class TarShards(Items):
+class TarShards(Source):
     """The images of uncompressed tar files, named SHARD/MEMBER, in the order of shards and members.
 
     A label is the text of the .cls file beside an image (as WebDataset has it), else the first folder of its name.

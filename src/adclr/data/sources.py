@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,50 +32,12 @@ PROGRESS_EVERY = 1000  # images between two updates of the progress, also within
 NO_PLACES = np.zeros((0, 3), np.int64)
 
 
-class Source(Protocol):
-    """A collection of images; `Items` says what its methods return."""
-
-    root: Path  # what the user named
-    paths: Sequence[str]  # the name of each item
-    listing: Listing | None  # the index of the collection, where searching it again takes long
-
-    @property
-    def keys(self) -> Words:
-        """Return the 64-bit key of each item."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> bytes:
-        """Return the encoded image."""
-        ...
-
-    def label(self, index: int) -> str | None:
-        """Return the label of an item, or None."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a hash of all keys."""
-        ...
-
-    def lost(self, index: int) -> str | None:
-        """Return what has disappeared with an item that cannot be read; None: only the item."""
-        ...
-
-    def holds(self, folder: str | Path) -> bool:
-        """Return whether images of the collection are in this folder, or are searched for in it."""
-        ...
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return the size of an item in bytes and when it was modified (ns)."""
-        ...
-
-
-class Items:
-    """The base of all sources: items that are files below a folder."""
+class Source:
+    """A collection of images; here of files below a folder, which other sources change."""
 
     def __init__(self, root: Path, paths: Sequence[str], listing: Listing | None = None) -> None:
-        self.root, self.paths, self.listing = root, paths, listing
+        self.root, self.paths = root, paths  # what the user named; the name of each item
+        self.listing = listing  # the index of the collection, where searching it again takes long
 
     @cached_property
     def keys(self) -> Words:
@@ -120,7 +82,7 @@ class Items:
         return os.path.realpath(folder) in {os.path.realpath(path) for path in folders}
 
 
-class ImageFolder(Items):
+class ImageFolder(Source):
     """Every image below a folder, in the order of its relative paths.
 
     Hidden files and folders are skipped; a folder or file reached by two links is read once.
@@ -142,7 +104,7 @@ class ImageFolder(Items):
         return is_searched(folder, self.listing.facts)
 
 
-class FileList(Items):
+class FileList(Source):
     """A text file with a path on each line, relative to the file's folder or absolute, and a label behind a tab."""
 
     def __init__(self, file: str | Path) -> None:
@@ -174,7 +136,7 @@ class FileList(Items):
         return first if slash else None
 
 
-class Files(Items):
+class Files(Source):
     """Image files given one by one, named by their paths below their common folder; a label is the file's folder."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -187,7 +149,7 @@ class Files(Items):
         return os.path.basename(os.path.dirname(os.path.join(self.root, self.paths[index]))) or None
 
 
-class Subset(Items):
+class Subset(Source):
     """Some items of a source."""
 
     def __init__(self, whole: Source, chosen: NDArray[np.int64]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,41 +51,14 @@ def plan(settings: Settings, epoch: int, keys: Words, sizes: Ints) -> BatchPlan:
     draws = Draws(settings.train.seed, epoch, keys)
     local = queries = masks = None
     masked_rows = 0
-    global_crops = _crops(
-        settings,
-        draws,
-        sizes,
-        "global",
-        2,
-        views.global_size,
-        views.global_scale,
-        views.global_blur,
-        views.solarise,
-    )
+    crops = partial(_crops, settings, draws, sizes)
+    global_crops = crops("global", 2, views.global_size, views.global_scale, views.global_blur, views.solarise)
     if views.num_local:
-        local = _crops(
-            settings,
-            draws,
-            sizes,
-            "local",
-            views.num_local,
-            views.local_size,
-            views.local_scale,
-            views.local_blur,
-        )
+        local = crops("local", views.num_local, views.local_size, views.local_scale, views.local_blur)
     if views.num_queries:
         photometric = views.query_photometric == "local"
-        queries = _crops(
-            settings,
-            draws,
-            sizes,
-            "query",
-            views.num_queries,
-            patch,
-            views.query_scale,
-            views.local_blur if photometric else 0.0,
-            photometric=photometric,
-        )
+        blur = views.local_blur if photometric else 0.0
+        queries = crops("query", views.num_queries, patch, views.query_scale, blur, photometric=photometric)
         if settings.num_anchored:
             assert local is not None
             queries = _anchored(queries, local, settings.num_anchored)
