@@ -79,7 +79,7 @@ def test_crops_resized_and_flipped() -> None:
 def test_everything_together(kind: str) -> None:
     settings = tiny(jitter=0.9, grey=0.4, global_blur=(0.7, 0.7), local_blur=0.5, solarise=(0.4, 0.6), num_local=4)
     fast, slow = both(settings, kind, pictures())
-    # a pixel at the edge of solarising may fall on either side
+    # a pixel at the edge of solarizing may fall on either side
     assert (fast - slow).abs().mean() < 0.1
     assert ((fast - slow).abs() > 2 * NEAR).float().mean() < 2e-3
 
@@ -112,7 +112,7 @@ def test_other_channels(channels: int) -> None:
     torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
 
-def test_a_view_does_not_hang_on_its_neighbours_by_one_bit() -> None:
+def test_a_view_does_not_hang_on_its_neighbors_by_one_bit() -> None:
     images, settings = pictures(), tiny(jitter=1, global_blur=(1, 1))
     keys = np.array([key_of(str(number)) for number in range(4)], np.uint64)
 

@@ -28,7 +28,7 @@ PLENTY = Room(4 * GIB, 0)
 
 @pytest.fixture
 def data(images: Path, tmp_path: Path) -> Path:
-    """32 images, three of which cannot be read: two neighbours and the last."""
+    """32 images, three of which cannot be read: two neighbors and the last."""
     folder = tmp_path / "data"
     shutil.copytree(images / "train", folder)
     paths = sorted(folder.rglob("*.png"))

@@ -63,6 +63,7 @@ class Decoder:
     max_side: int | None = None  # a larger image is resized to this longer side
 
     def __call__(self, data: bytes) -> Pixels:
+        """Decode a file."""
         pixels = self._decode(data)
         side = max(pixels.shape[1:])
         if self.max_side is None or side <= self.max_side:

@@ -100,6 +100,7 @@ def _crops(
             return np.zeros(shape, np.bool_)
         return draws.chance(f"{kind} {word}", np.broadcast_to(np.asarray(probability, np.float64), shape), count)
 
+    # the words of draws are part of their results, so "grey" and "solarise" must not be respelled
     return Crops(
         size=size,
         boxes=crop_boxes(draws, kind, count, sizes, scale, views.aspect_ratio),

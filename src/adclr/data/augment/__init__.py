@@ -71,32 +71,18 @@ def render(packed: Packed, plan: BatchPlan, mean: tuple[float, ...], std: tuple[
 
 
 def _render(packed: Packed, crops: Crops, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return V×B×C×S×S, in plain torch operations."""
     device = packed.bytes.device
     batch, count = crops.flip.shape
-    by_view = np.arange(batch * count).reshape(batch, count).T.reshape(-1)  # view-major, as the method expects them
-    image = by_view // count
 
     def flat(array: NDArray[Any]) -> NDArray[Any]:
-        return array.reshape(batch * count, *array.shape[2:])[by_view]
+        """Return the rows of all crops, view-major, as the method expects them."""
+        return array.swapaxes(0, 1).reshape(batch * count, *array.shape[2:])
 
-    x = (resample if device.type == "cuda" else resample_each)(
-        packed.bytes,
-        packed.offsets[image],
-        packed.sizes[image],
-        flat(crops.boxes),
-        flat(crops.flip),
-        crops.size,
-        packed.num_channels,
-    )
-    x = photometric(
-        x,
-        flat(crops.jitter),
-        flat(crops.factors),
-        flat(crops.order),
-        flat(crops.gray),
-        flat(crops.sigma),
-        flat(crops.solarize),
-    )
+    images = np.tile(np.arange(batch), count)
+    x = _resample(packed, images, flat(crops.boxes), flat(crops.flip), crops.size)
+    drawn = (crops.jitter, crops.factors, crops.order, crops.gray, crops.sigma, crops.solarize)
+    x = photometric(x, *map(flat, drawn))
     center, scale = (send(np.array(numbers, np.float32).reshape(-1, 1, 1), device) for numbers in (mean, std))
     x = (x - center) / scale
     return x.view(count, batch, *x.shape[1:])
@@ -105,13 +91,20 @@ def _render(packed: Packed, crops: Crops, mean: tuple[float, ...], std: tuple[fl
 @torch.no_grad()
 def crop(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
     """Return one crop of each image, B×C×size×size in [0, 1]: resized, perhaps flipped, and nothing else."""
-    device = packed.bytes.device
-    if device.type == "cuda" and triton_available.possible:
+    if packed.bytes.is_cuda and triton_available.possible:
         from adclr.data.augment.launch_kernels import resize_crops
 
         return resize_crops(packed, boxes, flip, size)
-    resize = resample if device.type == "cuda" else resample_each
-    return resize(packed.bytes, packed.offsets, packed.sizes, boxes, flip, size, packed.num_channels)
+    return _resample(packed, np.arange(len(boxes)), boxes, flip, size)
+
+
+def _resample(
+    packed: Packed, images: NDArray[np.int64], boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int
+) -> Tensor:
+    """Return crops of some of the images, in the way that is faster on their device."""
+    resize = resample if packed.bytes.is_cuda else resample_each
+    offsets, sizes = packed.offsets[images], packed.sizes[images]
+    return resize(packed.bytes, offsets, sizes, boxes, flip, size, packed.num_channels)
 
 
 def _masks(grid: NDArray[np.bool_], device: torch.device, rows: int) -> Masks:

@@ -53,6 +53,7 @@ class Numbering:
         return table
 
     def __call__(self, values: NDArray[np.uint16]) -> NDArray[np.uint8]:
+        """Return the class of each value, or raise `Unreadable`."""
         classes = self.table[values]
         if (classes < 0).any():
             wrong = int(values[classes < 0][0])
@@ -102,6 +103,7 @@ class PairDecoder:
     largest: int | None = None  # shorter side to which larger ones are shrunk
 
     def __call__(self, data: bytes) -> Pixels:
+        """Decode an image and its label."""
         length = int.from_bytes(data[:8], "big")
         pixels = self.image(data[8 : 8 + length])
         label = self.numbering(read_label(data[8 + length :]))
