@@ -43,6 +43,7 @@ FILLER = bytes(range(16, 240, 3))  # data that contain no marker and are not all
 # EXIF orientations whose rows are columns, and those whose columns or rows are reversed
 TRANSPOSED, COLUMNS_FLIPPED, ROWS_FLIPPED = (5, 6, 7, 8), (2, 3, 6, 7), (3, 4, 7, 8)
 Pixels = NDArray[np.uint8]  # C×height×width
+BICUBIC = Image.Resampling.BICUBIC
 
 # Our own limit is checked before decoding; Pillow's would hold for every caller in the process.
 Image.MAX_IMAGE_PIXELS = None
@@ -69,8 +70,7 @@ class Decoder:
         if self.max_side is None or side <= self.max_side:
             return pixels
         height, width = (max(1, round(n * self.max_side / side)) for n in pixels.shape[1:])
-        channels = (Image.fromarray(channel).resize((width, height), Image.Resampling.BICUBIC) for channel in pixels)
-        return np.stack([np.asarray(channel) for channel in channels])
+        return resize_channels(pixels, height, width)
 
     def _decode(self, data: bytes) -> Pixels:
         try:
@@ -225,6 +225,12 @@ class Decoder:
             tag = file.pages[0].tags.get(ORIENTATION)
         array = array if array.dtype == np.uint8 else to_bytes(array, self.max_value)
         return np.ascontiguousarray(turn_upright(array, 1 if tag is None else int(tag.value)))
+
+
+def resize_channels(pixels: Pixels, height: int, width: int, how: Image.Resampling = BICUBIC) -> Pixels:
+    """Resize each channel by Pillow."""
+    channels = (Image.fromarray(channel).resize((width, height), how) for channel in pixels)
+    return np.stack([np.asarray(channel) for channel in channels])
 
 
 def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]:

@@ -140,13 +140,12 @@ def _diagnose(
 ) -> dict[str, Any]:
     """Return the report: numbers, problems with examples, and advice."""
     good = [finding for finding in findings if finding.problem is None]
-    copies = Counter(finding.digest for finding in good)
-    first: set[str] = set()
+    digests: set[str] = set()
     duplicates = []
     for finding in good:
-        if copies[finding.digest] > 1 and finding.digest in first:
+        if finding.digest in digests:
             duplicates.append(finding)
-        first.add(finding.digest)
+        digests.add(finding.digest)
     sides = np.array([min(finding.height, finding.width) for finding in good])
     problems, facts = ({}, {}) if source.listing is None else (source.listing.problems, source.listing.facts)
     troubles = {

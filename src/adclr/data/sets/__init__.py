@@ -1,4 +1,4 @@
-"""Labeled data sets: classes, masks, objects and videos; and how what is wrong with them is reported."""
+"""Labeled data sets: classes, masks, objects and videos; here what they share: the split, and checks of their files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from adclr.config.sections import UserError
 from adclr.data.decode import Decoder, Unreadable, size_of
+from adclr.data.draws import Words, mix
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 
 NUM_NAMED = 3  # problems that a message names
 Item = TypeVar("Item")
+
+
+def split_by_key(keys: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of a train and a val split: a fifth of the images, chosen by their keys, is val."""
+    held_out = mix(keys) % np.uint64(5) == 0
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def refuse(problems: Sequence[str], remedy: str) -> None:

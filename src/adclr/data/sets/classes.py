@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.data.collection import open_source
-from adclr.data.draws import mix
+from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
 from adclr.data.sources import Source, Subset
 
@@ -56,8 +56,7 @@ def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
     else:
         _check_unsplit(root)
         whole = open_source(text, allow_damaged=allow_damaged)
-        held_out = mix(whole.keys) % np.uint64(5) == 0
-        train, val = (Subset(whole, np.flatnonzero(mask)) for mask in (~held_out, held_out))
+        train, val = (Subset(whole, indices) for indices in split_by_key(whole.keys))
     small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"
     if not len(train):
         raise UserError(small)

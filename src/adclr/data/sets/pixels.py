@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from adclr.config.sections import UserError
-from adclr.data.decode import Decoder, Pixels, Unreadable
-from adclr.data.draws import mix
-from adclr.data.sets import check_each, image_size, refuse
+from adclr.data.decode import Decoder, Pixels, Unreadable, resize_channels
+from adclr.data.sets import check_each, image_size, refuse, split_by_key
 from adclr.data.sources import ImageFolder, Source, index_folder, lost_folder, read_file
 
 IGNORE = 255
@@ -112,8 +111,8 @@ class PairDecoder:
         side = min(label.shape)
         if self.largest is not None and side > self.largest:
             height, width = (round(n * self.largest / side) for n in label.shape)
-            channels = [_resized(channel, height, width, Image.Resampling.BICUBIC) for channel in pixels]
-            return np.stack([*channels, _resized(label, height, width, Image.Resampling.NEAREST)])
+            pixels = resize_channels(pixels, height, width)
+            label = resize_channels(label[None], height, width, Image.Resampling.NEAREST)[0]
         return np.concatenate([pixels, label[None]])
 
 
@@ -129,10 +128,6 @@ class Segmented:
     def decoder(self, image: Decoder, largest: int | None = None) -> PairDecoder:
         """Return a decoder of pairs; `largest` is the shorter side to which larger ones are shrunk."""
         return PairDecoder(image, self.numbering, largest)
-
-
-def _resized(channel: NDArray[np.uint8], height: int, width: int, how: Image.Resampling) -> NDArray[np.uint8]:
-    return np.asarray(Image.fromarray(channel).resize((width, height), how))
 
 
 def _sizes(image: tuple[int, ...], label: tuple[int, ...]) -> str:
@@ -186,8 +181,7 @@ def open_segmented(path: str | Path, train: str = "train", val: str = "val", ign
         if (train, val) != ("train", "val") or os.path.isdir(root / "images" / val):
             raise UserError(f"folder {root / 'images' / train} does not exist; train_split and val_split name two")
         whole = _pairs(root / "images", root / "labels")
-        held_out = mix(whole.keys) % np.uint64(5) == 0
-        splits = [whole.part(np.flatnonzero(mask)) for mask in (~held_out, held_out)]
+        splits = [whole.part(indices) for indices in split_by_key(whole.keys)]
     return _segmented(splits[0], splits[1], classes, ignore, False)
 
 
