@@ -25,7 +25,7 @@ BUDGET_CUDA = 2**26
 Number = Any  # an integer, or an array of integers
 
 
-def cubic(x: Tensor) -> Tensor:
+def _cubic(x: Tensor) -> Tensor:
     """Return Keys' kernel with a = -0.5, which is Pillow's and torch's antialiased bicubic."""
     x = x.abs()
     near = (1.5 * x - 2.5) * x * x + 1
@@ -33,7 +33,7 @@ def cubic(x: Tensor) -> Tensor:
     return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-def taps(length: Tensor, size: int, count: int, flip: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+def _taps(length: Tensor, size: int, count: int, flip: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """Return, for each of `size` outputs, `count` positions in 0..length-1 and their weights (n×size each), in order.
 
     The kernel is widened by the factor of reduction, so that every source pixel counts (antialiasing), and cut off at
@@ -52,14 +52,14 @@ def taps(length: Tensor, size: int, count: int, flip: Tensor | None) -> tuple[li
     total = torch.zeros_like(center)
     for t in range(count):
         position = start + t
-        weight = torch.where(position < end, cubic((position - center + 0.5) / wide), torch.zeros_like(center))
+        weight = torch.where(position < end, _cubic((position - center + 0.5) / wide), torch.zeros_like(center))
         total = total + weight
         positions.append(torch.minimum(position, length - 1).long())
         weights.append(weight)
     return positions, [(weight / total).float() for weight in weights]
 
 
-def num_taps(longest: int, size: int) -> int:
+def _num_taps(longest: int, size: int) -> int:
     """Return how many source pixels an output reads at most."""
     return math.ceil(4 * max(1.0, longest / size)) + 1
 
@@ -129,14 +129,14 @@ def _resample(data: Tensor, table: Tensor, tallest: int, widest: int, size: int,
     channels = torch.arange(num_channels, device=data.device).view(1, -1, 1) * (height * width).view(-1, 1, 1)
     base = (offset + left).view(-1, 1, 1) + channels + (rows * width.unsqueeze(1)).unsqueeze(1)  # n×C×R
 
-    columns, weights = taps(crop_width, size, num_taps(widest, size), flip.bool())
+    columns, weights = _taps(crop_width, size, _num_taps(widest, size), flip.bool())
     half = torch.zeros(*base.shape, size, device=data.device)
     for column, weight in zip(columns, weights, strict=True):
         index = base.unsqueeze(-1) + column[:, None, None, :]
         pixels = data.index_select(0, index.view(-1)).view_as(half)  # 3 times as fast as data[index]
         half += pixels.float() * weight[:, None, None, :]
 
-    lines, weights = taps(crop_height, size, num_taps(tallest, size), None)
+    lines, weights = _taps(crop_height, size, _num_taps(tallest, size), None)
     whole = torch.zeros(len(table), num_channels, size, size, device=data.device)
     # where each crop's channel begins
     first = torch.arange(len(table) * num_channels, device=data.device).view(-1, num_channels, 1) * tallest
