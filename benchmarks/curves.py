@@ -26,6 +26,7 @@ from adclr.config import sections
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.draws import key_of
+from adclr.data.packed import pack
 from adclr.data.sets import scenes
 from adclr.data.views import plan
 from adclr.model.ops import attention, head_loss, mlp, norm
@@ -57,7 +58,7 @@ def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, 
     for number in range(steps):
         epoch, place = divmod(number, schedules.steps_per_epoch)
         chosen = np.random.default_rng(epoch).permutation(len(images))[place * batch : (place + 1) * batch]
-        packed = augment.pack([images[i] for i in chosen])
+        packed = pack([images[i] for i in chosen])
         drawn = plan(settings, epoch, keys[chosen], packed.sizes)
         views = augment.render(packed.to(device), drawn, settings.data.mean, settings.data.std)
         torch.manual_seed(draw * 10**6 + number)  # drop path

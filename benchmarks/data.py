@@ -27,9 +27,11 @@ from torchvision.transforms import v2
 from adclr.config import sections
 from adclr.config.settings import Settings
 from adclr.data import augment
+from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.packed import pack
 from adclr.data.prefetch import Ahead
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
@@ -127,10 +129,9 @@ class Bench:
         return feed
 
     def views(self, feed: Feed, batches: int) -> Ahead[augment.Views]:
-        data, count = self.settings.data, len(self.source)
+        count = len(self.source)
         order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
-        made = feed.batches(order, lambda epoch, keys, sizes: plan(self.settings, epoch, keys, sizes))
-        return Ahead(made, lambda b: augment.render(b.packed.to(self.device), b.plan, data.mean, data.std), self.device)
+        return TrainingBatches(self.settings, feed, self.device, self.batch).prefetch(order)
 
     def run(self, feed: Feed, batches: int) -> None:
         views = self.views(feed, batches)
@@ -158,7 +159,7 @@ def stages(bench: Bench, repeats: int) -> None:
         gpu = bench.gpu
         rate("decode, on the GPU", len(whole), repeats, device, lambda: gpu.pack(whole))
     indices = np.arange(bench.batch) % len(source)
-    packed = augment.pack([decoder(blobs[int(i)]) for i in indices], pin=device.type == "cuda")
+    packed = pack([decoder(blobs[int(i)]) for i in indices], pin=device.type == "cuda")
     drawn = plan(bench.settings, 0, source.keys[indices], packed.sizes)
     here = packed.to(device)
     count = len(indices)

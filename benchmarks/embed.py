@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from adclr.data import augment, cache
+from adclr.data import cache
+from adclr.data.packed import Packed, pack
 from adclr.data.sources import ImageFolder, Subset
 from adclr.features import embedding
 from adclr.features.embedding import Network, fill
@@ -48,7 +49,7 @@ class Bench:
         indices = np.tile(np.arange(len(self.source)), times)
         if store is not None:
             kept = store.packed
-            store = cache.Store(augment.Packed(kept.bytes, kept.offsets[indices], kept.sizes[indices], 3))
+            store = cache.Store(Packed(kept.bytes, kept.offsets[indices], kept.sizes[indices], 3))
         source = Subset(self.source, indices)
         return Images(source, self.weights.decoder, self.network.framing, self.device, store=store)
 
@@ -97,7 +98,7 @@ class Bench:
         taken = [] if gpu is None else [item for item in map(gpu.take, blobs) if item is not None]
         if gpu is not None and taken:
             self.rate("decode, on the GPU", len(taken), lambda: gpu.pack(list(taken)))
-        packed = augment.pack(pixels, pin=True).to(self.device)
+        packed = pack(pixels, pin=True).to(self.device)
         indices = np.arange(len(pixels))
         self.rate("resize, on the GPU", len(pixels), lambda: reader._framed(packed, indices))
 
@@ -121,7 +122,7 @@ class Bench:
         gpu = float(torch.cuda.mem_get_info()[0]) if self.device.type == "cuda" else 0.0
         room = cache.Room(host_memory(), gpu)
         where: Any = "gpu" if gpu else "ram"
-        return cache.make(where, read, len(self.source), cpu_count(), room, self.device, show=False)
+        return cache.build_store(where, read, len(self.source), cpu_count(), room, self.device, show=False)
 
 
 def main() -> None:

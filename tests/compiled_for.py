@@ -21,9 +21,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from adclr.config.settings import Settings
-from adclr.data import augment
 from adclr.data.augment import frame_kernels, launch_kernels
 from adclr.data.draws import key_of
+from adclr.data.packed import pack
 from adclr.data.views import plan
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import trial_kernels
@@ -93,7 +93,7 @@ def losses(prototypes: int, low: bool) -> None:
 
 
 def views(global_size: int, local_size: int, patch: int) -> None:
-    packed = augment.pack([np.zeros((3, 300, 400), np.uint8)])
+    packed = pack([np.zeros((3, 300, 400), np.uint8)])
     settings = Settings.model_validate(
         {"views": {"global_size": global_size, "local_size": local_size, "jitter": 1.0}, "model": {"patch_size": patch}}
     )

@@ -9,10 +9,11 @@ import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Packed, pack, render
-from adclr.data.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarise, to_grey
+from adclr.data.augment import render
+from adclr.data.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarize, to_gray
 from adclr.data.augment.resample import resample, resample_each
 from adclr.data.draws import key_of
+from adclr.data.packed import Packed, pack
 from adclr.data.sets import scenes
 from adclr.data.views import plan
 from tiny import tiny
@@ -77,20 +78,20 @@ def photo(n: int = 6, size: int = 40) -> torch.Tensor:
 )
 def test_each_jitter_is_torchvisions(ours, theirs, factors) -> None:  # type: ignore[no-untyped-def]
     x = photo()
-    x[5] = to_grey(x[5:])  # grey has no hue
+    x[5] = to_gray(x[5:])  # gray has no hue
     found = ours(x, torch.tensor(factors).view(-1, 1, 1, 1))
     for n, factor in enumerate(factors):
         torch.testing.assert_close(found[n], theirs(x[n], factor), rtol=0, atol=1e-4)
 
 
-def test_grey_blur_and_solarise_are_torchvisions() -> None:
+def test_gray_blur_and_solarize_are_torchvisions() -> None:
     x = photo()
-    torch.testing.assert_close(to_grey(x), TF.rgb_to_grayscale(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(to_gray(x), TF.rgb_to_grayscale(x), rtol=0, atol=1e-6)
     sigma = [0.1, 0.5, 1.0, 1.5, 1.9, 2.0]
     found = blur(x, torch.tensor(sigma))
     for n, s in enumerate(sigma):
         torch.testing.assert_close(found[n], TF.gaussian_blur(x[n], [13, 13], [s, s]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(solarise(x), TF.solarize(x, 128 / 255))
+    torch.testing.assert_close(solarize(x), TF.solarize(x, 128 / 255))
 
 
 def test_steps_come_in_the_order_drawn_and_only_where_drawn() -> None:
@@ -98,16 +99,16 @@ def test_steps_come_in_the_order_drawn_and_only_where_drawn() -> None:
     factors = np.array([[1.3, 0.7, 1.2, 0.07]] * 6)
     order = np.array([[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1], [0, 1, 2, 3], [0, 1, 2, 3]])
     jitter = np.array([True, True, True, True, False, False])
-    grey = np.array([False, True, False, False, False, True])
+    gray = np.array([False, True, False, False, False, True])
     sigma = np.array([0.0, 0.0, 1.1, 0.0, 0.0, 0.7])
     solar = np.array([False, False, True, False, False, True])
-    found = photometric(x.clone(), jitter, factors, order, grey, sigma, solar)
+    found = photometric(x.clone(), jitter, factors, order, gray, sigma, solar)
     steps = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue]
     for n in range(6):
         y = x[n]
         for step in order[n] if jitter[n] else ():
             y = steps[step](y, factors[n, step])
-        if grey[n]:
+        if gray[n]:
             y = TF.rgb_to_grayscale(y, 3)
         if sigma[n]:
             y = TF.gaussian_blur(y, [13, 13], [sigma[n]] * 2)
@@ -117,7 +118,7 @@ def test_steps_come_in_the_order_drawn_and_only_where_drawn() -> None:
     assert torch.equal(found[4], x[4])
 
 
-def test_views_have_their_shapes_and_do_not_hang_on_their_neighbours_by_one_bit() -> None:
+def test_views_have_their_shapes_and_do_not_hang_on_their_neighbors_by_one_bit() -> None:
     settings = tiny(masked_weight=1.0, num_queries=3)
     keys = np.array([key_of(str(i)) for i in range(4)], np.uint64)
     mean, std = settings.data.mean, settings.data.std
@@ -144,7 +145,7 @@ def test_views_have_their_shapes_and_do_not_hang_on_their_neighbours_by_one_bit(
     torch.testing.assert_close(per_view, expected)
 
 
-def test_a_query_is_the_raw_image_resized_and_normalised() -> None:
+def test_a_query_is_the_raw_image_resized_and_normalized() -> None:
     settings = tiny(flip=0.0)
     packed = pack(IMAGES[:1])
     made = plan(settings, 0, np.array([5], np.uint64), packed.sizes)
@@ -198,9 +199,9 @@ def test_views_of_photographs_are_pillows(kind: str, size: int) -> None:
         (lambda x: saturation(x, torch.tensor(0.8)), lambda x: TF.adjust_saturation(x, 0.8)),
         (lambda x: hue(x, torch.tensor([0.1]).view(1, 1, 1, 1)), lambda x: TF.adjust_hue(x, 0.1)),
         (lambda x: hue(x, torch.tensor([-0.1]).view(1, 1, 1, 1)), lambda x: TF.adjust_hue(x, -0.1)),
-        (lambda x: to_grey(x), lambda x: TF.rgb_to_grayscale(x)),
+        (lambda x: to_gray(x), lambda x: TF.rgb_to_grayscale(x)),
         (lambda x: blur(x, torch.tensor([0.3, 2.0])), lambda x: blurred(x, [0.3, 2.0])),
-        (solarise, lambda x: TF.solarize(x, 128 if x.dtype == torch.uint8 else 128 / 255)),
+        (solarize, lambda x: TF.solarize(x, 128 if x.dtype == torch.uint8 else 128 / 255)),
     ],
 )
 def test_each_step_on_photographs_is_torchvisions(ours, theirs) -> None:  # type: ignore[no-untyped-def]

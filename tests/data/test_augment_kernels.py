@@ -11,6 +11,7 @@ from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.augment import kernels, launch_kernels
 from adclr.data.draws import key_of
+from adclr.data.packed import pack
 from adclr.data.sets import scenes
 from adclr.data.views import plan
 from kernel_device import DEVICE, needs_interpreter
@@ -52,7 +53,7 @@ def pictures(channels: int = 3) -> list[np.ndarray]:
 
 def both(settings: Settings, kind: str, images: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """(kernels, plain) views of one kind, brought back to 0..255."""
-    packed = augment.pack(images).to(DEVICE)
+    packed = pack(images).to(DEVICE)
     keys = np.array([key_of(str(number)) for number in range(len(images))], np.uint64)
     crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
     channels = packed.num_channels
@@ -78,7 +79,7 @@ def test_crops_resized_and_flipped() -> None:
 def test_everything_together(kind: str) -> None:
     settings = tiny(jitter=0.9, gray=0.4, global_blur=(0.7, 0.7), local_blur=0.5, solarize=(0.4, 0.6), num_local=4)
     fast, slow = both(settings, kind, pictures())
-    # a pixel at the edge of solarising may fall on either side
+    # a pixel at the edge of solarizing may fall on either side
     assert (fast - slow).abs().mean() < 0.1
     assert ((fast - slow).abs() > 2 * NEAR).float().mean() < 2e-3
 
@@ -111,12 +112,12 @@ def test_other_channels(channels: int) -> None:
     torch.testing.assert_close(fast, slow, rtol=0, atol=NEAR)
 
 
-def test_a_view_does_not_hang_on_its_neighbours_by_one_bit() -> None:
+def test_a_view_does_not_hang_on_its_neighbors_by_one_bit() -> None:
     images, settings = pictures(), tiny(jitter=1, global_blur=(1, 1))
     keys = np.array([key_of(str(number)) for number in range(4)], np.uint64)
 
     def views(chosen: list[int]) -> torch.Tensor:
-        packed = augment.pack([images[i] for i in chosen]).to(DEVICE)
+        packed = pack([images[i] for i in chosen]).to(DEVICE)
         crops = plan(settings, 0, keys[chosen], packed.sizes).global_crops
         return launch_kernels.render_crops(packed, [crops], MEAN, STD)[0]
 
@@ -136,7 +137,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
     views = Settings().views.model_copy(update=still | {"num_local": 2, "num_queries": 4})
     model = Settings().model.model_copy(update={"patch_size": patch_size})
     settings = Settings().model_copy(update={"views": views, "model": model})
-    packed = augment.pack(photos).to(DEVICE)
+    packed = pack(photos).to(DEVICE)
     keys = np.array([key_of(name) for name in ("china", "flower")[chosen]], np.uint64)
     crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
     assert crops.size == {"queries": patch_size, "local_crops": 96, "global_crops": 224}[kind]
@@ -155,7 +156,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
 
 
 def test_one_crop_of_each_image_and_nothing_else() -> None:
-    packed = augment.pack(pictures()).to(DEVICE)
+    packed = pack(pictures()).to(DEVICE)
     height, width = packed.sizes.T
     boxes = np.stack([height // 4, width // 5, height // 2, width - width // 5], axis=1)
     flip = np.array([True, False, False, True])

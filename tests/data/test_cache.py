@@ -28,7 +28,7 @@ PLENTY = Room(4 * GIB, 0)
 
 @pytest.fixture
 def data(images: Path, tmp_path: Path) -> Path:
-    """32 images, three of which cannot be read: two neighbours and the last."""
+    """32 images, three of which cannot be read: two neighbors and the last."""
     folder = tmp_path / "data"
     shutil.copytree(images / "train", folder)
     paths = sorted(folder.rglob("*.png"))
@@ -62,7 +62,7 @@ def test_training_is_the_same_with_and_without(data: Path, tmp_path: Path, monke
 
 def test_a_store_holds_every_image_and_the_next_for_one_that_is_broken(data: Path) -> None:
     plain, stored = (Feed(ImageFolder(data), 3, Decoder()) for _ in range(2))
-    store = cache.make("auto", stored.read, 32, 3, PLENTY, CPU, show=False)
+    store = cache.build_store("auto", stored.read, 32, 3, PLENTY, CPU, show=False)
     assert store is not None
     for index in range(32):
         assert np.array_equal(store.image(index), plain.image(index))
@@ -95,18 +95,18 @@ def test_a_collection_that_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"data\.cache=ram needs about 2\.0 GiB and 1\.0 are free"):
         cache.place("ram", 2 * GIB, Room(GIB, 0))
     with pytest.raises(UserError, match="the run is not on a GPU"):
-        cache.make("gpu", lambda index: None, 5, 1, PLENTY, CPU)
+        cache.build_store("gpu", lambda index: None, 5, 1, PLENTY, CPU)
     small, large = np.zeros((3, 2, 2), np.uint8), np.zeros((3, 5000, 5000), np.uint8)
 
     def read(index: int) -> Pixels:  # the guess sees only small ones
         chosen = set(np.linspace(0, 999, cache.SAMPLE).astype(int).tolist())
         return small if index in chosen else large
 
-    assert cache.make("auto", read, 1000, 2, PLENTY, CPU, show=False) is None
+    assert cache.build_store("auto", read, 1000, 2, PLENTY, CPU, show=False) is None
     with pytest.raises(UserError, match="do not fit"):
-        cache.make("ram", read, 1000, 2, PLENTY, CPU, show=False)
-    assert cache.make("off", read, 1000, 2, PLENTY, CPU) is None
-    assert cache.make("auto", lambda index: None, 10, 2, PLENTY, CPU) is None  # nothing can be read
+        cache.build_store("ram", read, 1000, 2, PLENTY, CPU, show=False)
+    assert cache.build_store("off", read, 1000, 2, PLENTY, CPU) is None
+    assert cache.build_store("auto", lambda index: None, 10, 2, PLENTY, CPU) is None  # nothing can be read
 
 
 def test_an_error_in_a_thread_reaches_the_caller() -> None:
@@ -116,7 +116,7 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
         return np.zeros((3, 2, 2), np.uint8)
 
     with pytest.raises(UserError, match="number 70"):
-        cache.make("ram", read, 100, 2, PLENTY, CPU, show=False)
+        cache.build_store("ram", read, 100, 2, PLENTY, CPU, show=False)
 
 
 def test_images_are_kept_in_order_whichever_comes_first() -> None:
@@ -126,7 +126,7 @@ def test_images_are_kept_in_order_whichever_comes_first() -> None:
         time.sleep(2e-3 if index < 40 else 0)
         return None if index % 7 == 3 or 64 <= index < 96 else np.full((3, 1 + index % 3, 2), index, np.uint8)
 
-    store = cache.make("ram", read, 150, 5, PLENTY, CPU, show=False)
+    store = cache.build_store("ram", read, 150, 5, PLENTY, CPU, show=False)
     assert store is not None
     for index in range(150):
         there = next(i for i in range(index, 150) if read(i) is not None)

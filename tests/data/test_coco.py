@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
-from adclr.data.sets.coco import Instances, check, filled, open_instances, runs_of
+from adclr.data.sets.coco import Instances, check, decode_runs, filled, open_instances
 from adclr.evals.detection import PLACES, average_precision
 from dense_scenes import instances, run_lengths
 
@@ -40,7 +40,7 @@ def test_polygons_and_both_kinds_of_run_lengths_are_pycocotools() -> None:
     for _ in range(20):
         mask = np.asfortranarray(rng.random((13, 17)) < rng.random())
         compressed = their_masks.encode(mask.astype(np.uint8))
-        assert runs_of(compressed["counts"].decode()) == run_lengths(mask)
+        assert decode_runs(compressed["counts"].decode()) == run_lengths(mask)
         assert np.array_equal(filled(np.array(run_lengths(mask)), 13, 17), mask)
         polygon = (rng.random(8) * 13).tolist()
         theirs = their_masks.decode(their_masks.merge(their_masks.frPyObjects([polygon], 13, 17)))

@@ -119,8 +119,8 @@ def test_photographs_decode_as_pillow_decodes_them(options: dict[str, object]) -
         with Image.open(io.BytesIO(data)) as photo:
             again = encoded(photo, "JPEG", **options)
         assert np.array_equal(Decoder()(again), by_pillow(again))
-        grey = Decoder(num_channels=1)(again)
-        assert abs(grey.astype(int) - by_pillow(again, "L")).mean() <= 1
+        gray = Decoder(num_channels=1)(again)
+        assert abs(gray.astype(int) - by_pillow(again, "L")).mean() <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -170,13 +170,13 @@ def test_deep_images_follow_the_stated_rule(values: list[int], max_value: float 
     decoder = Decoder(max_value=max_value)
     assert decoder(encoded(Image.fromarray(array), "PNG"))[0].tolist() == [expected]
     assert decoder(encoded(Image.fromarray(array), "TIFF"))[2].tolist() == [expected]
-    colours = torch.from_numpy(np.stack([array] * 3)).to(torch.uint16)
-    assert decoder(deep_png(colours.numpy())).tolist() == [[expected]] * 3
-    assert Decoder(num_channels=1, max_value=max_value)(deep_png(colours.numpy())).tolist() == [[expected]]
+    colors = torch.from_numpy(np.stack([array] * 3)).to(torch.uint16)
+    assert decoder(deep_png(colors.numpy())).tolist() == [[expected]] * 3
+    assert Decoder(num_channels=1, max_value=max_value)(deep_png(colors.numpy())).tolist() == [[expected]]
 
 
 def deep_png(pixels: np.ndarray) -> bytes:
-    """A PNG file of 16 bits a colour, 3×height×width, which Pillow cannot write."""
+    """A PNG file of 16 bits a color, 3×height×width, which Pillow cannot write."""
     _, height, width = pixels.shape
     rows = pixels.transpose(1, 2, 0).astype(">u2")
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
@@ -255,11 +255,11 @@ def test_a_file_of_bands_is_told_from_what_is_no_image(num_channels: int) -> Non
 
 def test_numbers_that_pillow_does_not_know() -> None:
     rng = np.random.default_rng(0)
-    colors, grey = rng.random((12, 14, 3)).astype(np.float32), rng.random((12, 14))
+    colors, gray = rng.random((12, 14, 3)).astype(np.float32), rng.random((12, 14))
     assert np.array_equal(Decoder()(tiff(colors, photometric="rgb")), (colors * 255).round().transpose(2, 0, 1))
     assert Decoder(num_channels=1)(tiff(colors, photometric="rgb")).shape == (1, 12, 14)
-    assert np.array_equal(Decoder()(tiff(grey)), np.stack([(grey * 255).round()] * 3))
-    assert np.array_equal(Decoder(num_channels=1)(tiff(grey)), (grey * 255).round()[None])
+    assert np.array_equal(Decoder()(tiff(gray)), np.stack([(gray * 255).round()] * 3))
+    assert np.array_equal(Decoder(num_channels=1)(tiff(gray)), (gray * 255).round()[None])
 
 
 def test_a_missing_package_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_the_limit_cannot_be_got_round(data: bytes) -> None:
         Decoder(1000)(data)
 
 
-def test_deep_colours_in_tiff_and_grey_with_transparency() -> None:
+def test_deep_colors_in_tiff_and_gray_with_transparency() -> None:
     import tifffile
 
     values = np.array([[0, 2048, 4095]], np.uint16)
@@ -388,15 +388,15 @@ def test_a_jpeg_that_claims_more_pixels_than_it_has_is_refused(
             assert decoder(claiming(good, *size)).shape[0] == 3
 
 
-@pytest.mark.parametrize("colour", [(128, 128, 128), (0, 0, 0), (255, 255, 255)])
+@pytest.mark.parametrize("color", [(128, 128, 128), (0, 0, 0), (255, 255, 255)])
 @pytest.mark.parametrize("progressive", [False, True])
-def test_plain_colours_are_no_missing_pixels_and_fit_into_few_bytes(
-    colour: tuple[int, int, int], progressive: bool
+def test_plain_colors_are_no_missing_pixels_and_fit_into_few_bytes(
+    color: tuple[int, int, int], progressive: bool
 ) -> None:
-    data = encoded(Image.new("RGB", (3000, 2000), colour), "JPEG", progressive=progressive, optimize=True)
-    assert (Decoder()(data) == colour[0]).all()
-    assert (Decoder(shrink_above=400)(data) == colour[0]).all()
-    assert (Decoder(num_channels=1)(data + b"\0" * 9) == colour[0]).all()
+    data = encoded(Image.new("RGB", (3000, 2000), color), "JPEG", progressive=progressive, optimize=True)
+    assert (Decoder()(data) == color[0]).all()
+    assert (Decoder(shrink_above=400)(data) == color[0]).all()
+    assert (Decoder(num_channels=1)(data + b"\0" * 9) == color[0]).all()
 
 
 def test_what_is_not_what_was_written_into_a_png_is_refused() -> None:

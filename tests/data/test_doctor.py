@@ -36,7 +36,7 @@ def ward(tmp_path: Path) -> Path:
     (folder / "sub").mkdir(parents=True)
     for number in range(20):
         photo(100 + number, 120).save(folder / "sub" / f"{number:02d}.jpg")
-    photo(100, 100).convert("L").save(folder / "grey.png")
+    photo(100, 100).convert("L").save(folder / "gray.png")
     photo(20, 25).save(folder / "tiny.bmp")
     photo(40, 200).save(folder / "stretched.png")
     Image.new("RGB", (64, 64), "teal").save(folder / "constant.webp")
@@ -45,7 +45,7 @@ def ward(tmp_path: Path) -> Path:
     (folder / "html.jpg").write_text("<html>")
     (folder / "empty.png").write_bytes(b"")
     (folder / "cut.jpg").write_bytes((folder / "sub" / "05.jpg").read_bytes()[:-200])
-    bomb = bytearray((folder / "grey.png").read_bytes())
+    bomb = bytearray((folder / "gray.png").read_bytes())
     bomb[16:24] = (30000).to_bytes(4, "big") * 2
     bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
     (folder / "bomb.png").write_bytes(bomb)
@@ -84,7 +84,7 @@ def test_every_trouble_is_found(ward: Path, tmp_path: Path, adclr: Adclr) -> Non
         assert sheet.size == (8 * doctor.CELL, 4 * doctor.CELL)
 
 
-def test_colours_of_sixteen_bits_are_found(tmp_path: Path) -> None:
+def test_colors_of_sixteen_bits_are_found(tmp_path: Path) -> None:
     import tifffile
 
     folder, deep = tmp_path / "data", RNG.integers(0, 65536, (3, 40, 50)).astype(np.uint16)
@@ -96,7 +96,7 @@ def test_colours_of_sixteen_bits_are_found(tmp_path: Path) -> None:
     report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1))
     assert report["modes"] == {"RGB;16": 2, "RGB": 2}
     assert any(line.startswith("2 images have more than 8 bits") for line in report["advice"])
-    assert not any("grey" in line for line in report["advice"])
+    assert not any("gray" in line for line in report["advice"])
 
 
 def as_a_shell_splits(line: str) -> list[str]:
@@ -155,8 +155,8 @@ def test_gray_images_are_advised_with_their_own_mean(tmp_path: Path) -> None:
     for number in range(4):
         Image.fromarray(RNG.integers(0, 51, (40, 40), np.uint8)).save(tmp_path / "data" / f"{number}.png")
     report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
-    (line,) = (line for line in report["advice"] if line.startswith("all images are grey; "))
-    words = as_a_shell_splits(line.removeprefix("all images are grey; ").removesuffix(" trains on one channel"))
+    (line,) = (line for line in report["advice"] if line.startswith("all images are gray; "))
+    words = as_a_shell_splits(line.removeprefix("all images are gray; ").removesuffix(" trains on one channel"))
     settings = build(Settings, parse_words(words))
     assert settings.model.num_channels == 1
     assert settings.data.mean[0] == pytest.approx(0.098, abs=0.002)

@@ -19,14 +19,14 @@ from adclr.data.collection import open_source
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Batch, Feed
 from adclr.data.sources import ImageFolder, Subset
-from adclr.data.views import Plan, plan
+from adclr.data.views import BatchPlan, plan
 from adclr.features.reader import Images, centre
 from tiny import tiny
 
 SETTINGS = tiny()
 
 
-def planner(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> Plan:
+def planner(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> BatchPlan:
     return plan(SETTINGS, epoch, keys, sizes)
 
 
@@ -44,7 +44,7 @@ def folder(images: Path, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def views(batch: Batch[Plan]) -> list[torch.Tensor]:
+def views(batch: Batch[BatchPlan]) -> list[torch.Tensor]:
     """All that a step is shown of a batch: global crops, local crops, queries."""
     made = render(batch.packed, batch.plan, SETTINGS.data.mean, SETTINGS.data.std)
     assert made.local_crops is not None
@@ -229,7 +229,7 @@ def test_one_thread_plans_where_nothing_must_be_waited_for(folder: Path, on_gpu:
     feed.store.on_gpu = on_gpu
     seen = set()
 
-    def slow(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> Plan:
+    def slow(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> BatchPlan:
         seen.add(threading.get_ident())
         time.sleep(0.05)  # time for another thread, if there is one, to take the next batch
         return planner(epoch, keys, sizes)

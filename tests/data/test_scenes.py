@@ -59,6 +59,6 @@ def test_queries_of_the_demo_lie_within_the_image() -> None:
             assert 0 <= top < bottom <= 1
 
 
-def test_colours_go_from_dark_to_light() -> None:
+def test_colors_go_from_dark_to_light() -> None:
     shades = np.asarray(Image.fromarray(viridis(np.linspace(0, 1, 20, dtype=np.float32).reshape(1, -1))).convert("L"))
     assert (np.diff(shades[0].astype(int)) > 0).all()

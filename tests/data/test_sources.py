@@ -93,7 +93,7 @@ def test_the_fingerprint_is_of_names_wherever_they_lie(tmp_path: Path) -> None:
     assert np.array_equal(one.keys, two.keys)
 
 
-def test_a_labelled_folder_is_split_by_key(tmp_path: Path) -> None:
+def test_a_labeled_folder_is_split_by_key(tmp_path: Path) -> None:
     touch(tmp_path, *(f"{kind}/{i}.png" for kind in "ab" for i in range(100)))
     found = open_labelled(tmp_path)
     assert found.classes == ["a", "b"]

@@ -7,7 +7,7 @@ import pytest
 
 from adclr.config.settings import Settings
 from adclr.data.draws import TRIES, Draws, crop_boxes, key_of
-from adclr.data.views import Crops, block_masks, plan, room_for
+from adclr.data.views import Crops, block_masks, num_masked_rows, plan
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)
@@ -102,17 +102,17 @@ def test_how_often_things_are_done() -> None:
     assert (g.sigma[:, 0] > 0).all()
     assert abs((g.sigma[:, 1] > 0).mean() - 0.1) < 0.03
     assert abs((local.sigma > 0).mean() - 0.5) < 0.02
-    assert not g.solarise[:, 0].any()
-    assert abs(g.solarise[:, 1].mean() - 0.2) < 0.05
-    assert not local.solarise.any()
+    assert not g.solarize[:, 0].any()
+    assert abs(g.solarize[:, 1].mean() - 0.2) < 0.05
+    assert not local.solarize.any()
     for crops in (g, local):
         assert abs(crops.jitter.mean() - 0.8) < 0.03
-        assert abs(crops.grey.mean() - 0.2) < 0.03
+        assert abs(crops.gray.mean() - 0.2) < 0.03
         assert abs(crops.flip.mean() - 0.5) < 0.04
         assert abs(crops.factors - [1, 1, 1, 0]).max(axis=(0, 1)) == pytest.approx([0.4, 0.4, 0.2, 0.1], abs=0.005)
     # queries: nothing but the flip
     assert abs(queries.flip.mean() - 0.5) < 0.02
-    assert not (queries.jitter | queries.grey | queries.solarise | (queries.sigma > 0)).any()
+    assert not (queries.jitter | queries.gray | queries.solarize | (queries.sigma > 0)).any()
     altered = plan(tiny(query_photometric="local"), 0, KEYS, SIZES).queries
     assert altered is not None
     assert abs(altered.jitter.mean() - 0.8) < 0.03
@@ -131,15 +131,17 @@ def test_a_batch_has_room_for_the_patches_that_are_hidden() -> None:
     hidden = np.where(budgets.chance("masked", 0.5, 2), budgets.uniform("mask ratio", 2, low=0.1, high=0.5), 0.0)
     for batch in (8, 64):
         sums = hidden.reshape(-1, 2 * batch).sum(axis=1)
-        room = room_for(2 * batch, 100, 0.5, (0.1, 0.5)) / 100
+        room = num_masked_rows(2 * batch, 100, 0.5, (0.1, 0.5)) / 100
         assert room == pytest.approx(min(sums.mean() + 4 * sums.std(), batch), rel=0.05)
-    assert room_for(2, 100, 0.5, (0.1, 0.5)) == 100  # both views, half of each
+    assert num_masked_rows(2, 100, 0.5, (0.1, 0.5)) == 100  # both views, half of each
     settings = tiny(masked_weight=1.0)
     made = plan(settings, 0, np.arange(64, dtype=np.uint64), np.full((64, 2), 40))
     assert made.masks is not None
-    assert made.masks.sum() <= made.room < made.masks.size
+    assert made.masks.sum() <= made.masked_rows < made.masks.size
     assert (
-        plan(tiny(masked_weight=1.0, target="sinkhorn"), 0, np.arange(4, dtype=np.uint64), np.full((4, 2), 40)).room
+        plan(
+            tiny(masked_weight=1.0, target="sinkhorn"), 0, np.arange(4, dtype=np.uint64), np.full((4, 2), 40)
+        ).masked_rows
         == 0
     )
 

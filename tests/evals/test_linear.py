@@ -85,7 +85,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
     assert score(data, epochs=3, num_workers=7) == plain
     monkeypatch.setattr(linear, "AT_ONCE", 7)
     assert score(data, epochs=3) == plain
-    monkeypatch.setattr("adclr.data.cache.make", lambda *_, **__: None)  # decoded anew in every epoch
+    monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)  # decoded anew in every epoch
     assert score(data, epochs=3, num_workers=3) == plain
 
 
@@ -108,7 +108,7 @@ def test_features_are_dinos() -> None:
 def test_crops_are_torchvisions_of_the_same_boxes() -> None:
     from torchvision.transforms.v2 import functional
 
-    from adclr.data.augment import pack
+    from adclr.data.packed import pack
 
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (3, h, w), np.uint8) for h, w in ((50, 70), (33, 40), (90, 20))]

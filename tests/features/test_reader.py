@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from adclr.config.sections import UserError
-from adclr.data import augment, nvjpeg
+from adclr.data import nvjpeg
 from adclr.data.augment import frame_kernels
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder
 from adclr.data.nvjpeg import GpuDecoder
+from adclr.data.packed import pack
 from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import Frame, Images, centre, whole
@@ -122,7 +123,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def assert_pillows(made: list[np.ndarray], frames: list[Frame]) -> None:
-    packed = augment.pack(made).to(DEVICE)
+    packed = pack(made).to(DEVICE)
     sizes = np.array([3 * frame.height * frame.width for frame in frames])
     out = torch.full((int(sizes.sum()) + 1,), 99, dtype=torch.uint8, device=DEVICE)
     places = np.cumsum(sizes) - sizes
@@ -189,7 +190,7 @@ def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> N
 
 def test_pixels_that_are_kept_are_the_files(folder: Path) -> None:
     source = ImageFolder(folder)
-    store = Store(augment.pack([Decoder()(source.read(i)) for i in range(len(source))]))
+    store = Store(pack([Decoder()(source.read(i)) for i in range(len(source))]))
     framing = centre((16, 16))
     kept = collected(Images(source, Decoder(), framing, CPU, 2, store), 8)
     for index, pixels in collected(Images(source, Decoder(), framing, CPU, 2), 8).items():
@@ -237,7 +238,7 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
             assert np.abs(pixels.astype(int) - reader.resize(image, framing(*image.shape[1:]))).mean() <= 1
             seen.append(index)
     assert sorted(seen + list(batch.unreadable)) == list(range(14))
-    store = Store(augment.pack([Decoder()(source.read(index)) for index in seen]).to(device))
+    store = Store(pack([Decoder()(source.read(index)) for index in seen]).to(device))
     store.on_gpu = True
     kept = Images(source, Decoder(), framing, device, 2, store)
     (batch,) = kept.batches([np.array([3, 0, 5])])

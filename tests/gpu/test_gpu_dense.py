@@ -11,7 +11,7 @@ from on_gpu import CUDA
 from test_scaled_crops import SIZES, cut_of
 from test_video import drawn
 
-from adclr.data.augment import pack
+from adclr.data.packed import pack
 from adclr.data.sets import davis
 from adclr.data.sets.coco import open_instances
 from adclr.data.sets.pixels import open_segmented

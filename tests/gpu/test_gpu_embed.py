@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from test_reader import picture
 
 import adclr as package
-from adclr.data import augment
 from adclr.data.augment import frame_kernels
 from adclr.data.decode import Decoder
+from adclr.data.packed import pack
 from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import Images, centre, whole
@@ -36,7 +36,7 @@ def test_photographs_of_real_sizes_are_pillows(framing: reader.Framing) -> None:
     sizes = np.array([3 * frame.height * frame.width for frame in frames])
     out = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=CUDA)
     places = np.cumsum(sizes) - sizes
-    frame_kernels.resize(augment.pack(made).to(CUDA), np.array(frames), places, out)
+    frame_kernels.resize(pack(made).to(CUDA), np.array(frames), places, out)
     for image, frame, place, size in zip(made, frames, places, sizes, strict=True):
         found = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
         difference = np.abs(found - reader.resize(image, frame))

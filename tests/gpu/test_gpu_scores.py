@@ -10,8 +10,9 @@ import pytest
 import torch
 from on_gpu import CUDA, images_of
 
-from adclr.data.augment import crop, pack
+from adclr.data.augment import crop
 from adclr.data.draws import Draws, crop_boxes
+from adclr.data.packed import pack
 from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune, linear
 from adclr.evals.mixing import Eraser

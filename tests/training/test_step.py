@@ -15,8 +15,10 @@ import adclr as package
 from adclr.config import sections
 from adclr.config.settings import Settings
 from adclr.data import augment
+from adclr.data.batches import drop_path_seed
 from adclr.data.decode import Decoder
 from adclr.data.draws import epoch_order
+from adclr.data.packed import pack
 from adclr.data.sources import ImageFolder
 from adclr.data.views import plan
 from adclr.model.losses import Center
@@ -58,7 +60,7 @@ def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
     for step in range(total):
         epoch, place = divmod(step, 4)
         order = epoch_order(settings.train.seed, epoch, source.keys)[place * 8 : place * 8 + 8]
-        packed = augment.pack([Decoder()(source.read(int(i))) for i in order])
+        packed = pack([Decoder()(source.read(int(i))) for i in order])
         views = augment.render(
             packed, plan(settings, epoch, source.keys[order], packed.sizes), (0.3, 0.4, 0.5), (0.2, 0.3, 0.1)
         )
@@ -114,7 +116,7 @@ def test_drop_path_starts_anew_for_every_step_and_micro_batch(
     assert len(seeds) == 1 + 4 * 2  # the initial weights, then 4 steps of 2 micro-batches
     assert len(set(seeds)) == len(seeds)
     monkeypatch.setattr("adclr.system.distributed.rank", lambda: 1)
-    assert job.drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
+    assert drop_path_seed(tiny(), 0, 0) not in seeds  # another process draws otherwise
 
 
 def test_the_probe_scores_the_teacher(images: Path, tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
-"""Bytes -> uint8 image, C×height×width. Only listed formats are opened, and no picture of more than a set size.
+"""Decoding of image files to uint8 pixels, C×height×width; only listed formats are opened, up to a set size.
 
 JPEG goes through torchvision's libjpeg, which leaves Python's lock and is 1.6 times as fast as Pillow with the same
 pixels; everything else, and every JPEG that is not plain, through Pillow; images of 2 or of more than 3 channels
-through tifffile. EXIF orientation is applied alike everywhere.
+through tifffile. EXIF orientation is applied to all of them.
 
-An image with numbers that are not finite is refused, and so is a file of more bands than `model.num_channels`. A
-missing package is the user's error (`UserError`), not the file's.
+An image with values that are not finite is refused, and so is a file of more bands than `model.num_channels`. A
+missing package raises `UserError`, since the file is not to blame.
 
-A JPEG that ends before all the pixels its header claims is refused, from one block in the corner on. One that claims
-fewer than it has, or only so many more that no block is missing, cannot be told from a good one without another decoder
-than libjpeg, which warns and goes on: it is shown as its header says.
+A JPEG that ends before all the pixels of its header is refused, even if only one block in the corner is missing. One
+whose header states fewer pixels than it has, or so few more that no block is missing, cannot be told from a good one:
+libjpeg only warns. It is decoded to the size in its header.
 """
 
 from __future__ import annotations
@@ -32,44 +32,47 @@ from adclr.system import optional
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 ORIENTATION = 0x0112  # the tag of EXIF
-DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's, of more than 8 bits
-DEEP = (255, 1023, 4095, 16383, 65535)  # what white can be in images of more than 8 bits
+DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's modes of more than 8 bits
+WHITES = (255, 1023, 4095, 16383, 65535)  # the value of white in images of 8, 10, 12, 14 and 16 bits
 PNG = b"\x89PNG\r\n\x1a\n"
 TIFF, BIG_TIFF = (b"II*\0", b"MM\0*"), (b"II+\0", b"MM\0+")
-WIDTH, HEIGHT, SAMPLES, EXTRA_SAMPLES = 256, 257, 277, 338  # tags of TIFF; of samples, those beyond the colors
-PARTS = (273, 324)  # tags that say where strips or tiles lie
-ALPHA = (1, 2)  # of EXTRA_SAMPLES
-MISSING = 128  # what libjpeg shows in all colours where a file has no more data
-MORE = bytes(range(16, 240, 3))  # data that are no marker and not all nought
+WIDTH, HEIGHT, SAMPLES, EXTRA_SAMPLES = 256, 257, 277, 338  # tags of TIFF; extra samples are those beyond the colors
+OFFSETS = (273, 324)  # tags with the offsets of strips or tiles
+ALPHA = (1, 2)  # values of EXTRA_SAMPLES
+MISSING = 128  # the value of all channels that libjpeg gives pixels beyond the end of a file
+FILLER = bytes(range(16, 240, 3))  # data that contain no marker and are not all zero
 A_TIFF = "a TIFF file among the images"  # in errors about missing packages
+# EXIF orientations whose rows are columns, and those whose columns or rows are reversed
+TRANSPOSED, COLUMNS_FLIPPED, ROWS_FLIPPED = (5, 6, 7, 8), (2, 3, 6, 7), (3, 4, 7, 8)
 Pixels = NDArray[np.uint8]  # C×height×width
+BICUBIC = Image.Resampling.BICUBIC
 
-# Our own limit is checked before decoding; Pillow's would be the same for every caller of the process.
+# Our own limit is checked before decoding; Pillow's would hold for every caller in the process.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class Unreadable(Exception):
-    """An image that cannot be used, with the reason."""
+    """An image cannot be used; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """`decoder(data)` gives pixels or raises `Unreadable`."""
+    """`decoder(data)` returns pixels or raises `Unreadable`."""
 
     max_pixels: int = 100_000_000
     num_channels: int = 3
-    max_value: float | None = None  # white in images of more than 8 bits; None: see `to_bytes`
+    max_value: float | None = None  # white in images of more than 8 bits; None: as `to_bytes` says
     shrink_above: int | None = None  # a JPEG is decoded smaller while its shorter side stays at least this
     max_side: int | None = None  # a larger image is resized to this longer side
 
     def __call__(self, data: bytes) -> Pixels:
+        """Decode a file."""
         pixels = self._decode(data)
         side = max(pixels.shape[1:])
         if self.max_side is None or side <= self.max_side:
             return pixels
         height, width = (max(1, round(n * self.max_side / side)) for n in pixels.shape[1:])
-        channels = (Image.fromarray(channel).resize((width, height), Image.Resampling.BICUBIC) for channel in pixels)
-        return np.stack([np.asarray(channel) for channel in channels])
+        return resize_channels(pixels, height, width)
 
     def _decode(self, data: bytes) -> Pixels:
         try:
@@ -85,12 +88,12 @@ class Decoder:
             if self.num_channels not in (1, 3):
                 return self._bands(data)
             return self._deep_png(data) if _is_deep_png(data) else self._pillow(data, header)
-        # of memory there may be more the next time, and a package can be installed; the file is not to blame
+        # there may be more memory the next time, and a package can be installed; the file is not to blame
         except (Unreadable, UserError, MemoryError):
             raise
         except UnidentifiedImageError:
             raise Unreadable(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
-        # Readers raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
+        # Decoders raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
         except Exception as error:
             _check_memory(error)
             raise Unreadable(_reason(error)) from None
@@ -100,14 +103,14 @@ class Decoder:
             raise Unreadable(f"{width}x{height} pixels are more than data.max_pixels={self.max_pixels}")
 
     def _reduction(self, header: Header) -> int:
-        """2, 4 or 8 where the image stays large enough, else 1; libjpeg then computes fewer pixels."""
+        """Return 2, 4 or 8 where the image stays large enough, else 1; libjpeg then computes fewer pixels."""
         if self.shrink_above is None:
             return 1
         fitting = [r for r in (8, 4, 2) if min(header.height, header.width) // r >= self.shrink_above]
         return fitting[0] if fitting else 1
 
     def keeps(self, header: Header) -> bool:
-        """Whether an image comes out as large as it is stored."""
+        """Return whether an image is decoded at the size in its header."""
         side = max(header.height, header.width)
         return self._reduction(header) == 1 and (self.max_side is None or side <= self.max_side)
 
@@ -124,17 +127,17 @@ class Decoder:
         except RuntimeError as error:
             _check_memory(error)
             raise Unreadable(f"broken JPEG: {_sentence(error)}") from None
-        return np.ascontiguousarray(_turn(pixels, header.orientation))
+        return np.ascontiguousarray(turn_upright(pixels, header.orientation))
 
     def _check_end(self, data: bytes) -> None:
-        """Refuses a JPEG that ends before its last pixel: libjpeg goes on in grey, with a warning that nobody hears.
+        """Refuse a JPEG that ends before its last pixel, which libjpeg fills with gray and only warns.
 
-        Few images are of this grey in their last corner. Of these, more data are put before the end; pixels that change
-        by that were not in the file.
+        Few images have this gray in their last corner. More data are inserted before the end of these; pixels that
+        change by that were not in the file.
         """
         end = data.rfind(b"\xff\xd9")
-        # by Pillow: torchvision lets libjpeg tell the user about the bytes that were put in
-        if end >= 0 and (_by_pillow(data) != _by_pillow(data[:end] + MORE + data[end:])).any():
+        # by Pillow: torchvision lets libjpeg print a warning about the inserted bytes
+        if end >= 0 and (_by_pillow(data) != _by_pillow(data[:end] + FILLER + data[end:])).any():
             raise Unreadable("broken JPEG: it ends before all the pixels that its header says")
 
     def _libjpeg(self, data: bytes) -> Pixels:
@@ -146,7 +149,7 @@ class Decoder:
         return pixels
 
     def _pillow(self, data: bytes, header: Header | None, reduction: int = 1) -> Pixels:
-        """Transparency is dropped; of an animation the first frame is taken."""
+        """Decode by Pillow; transparency is dropped, of an animation the first frame is used."""
         try:
             opened = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
@@ -160,22 +163,22 @@ class Decoder:
                 return self._deep_tiff(data)
             image.load()
             if image.mode in DEEP_MODES:
-                grey = to_bytes(np.asarray(image), self.max_value)
-                pixels = np.repeat((255 - grey if tags.get(262) == 0 else grey)[None], self.num_channels, axis=0)
+                gray = to_bytes(np.asarray(image), self.max_value)
+                pixels = np.repeat((255 - gray if tags.get(262) == 0 else gray)[None], self.num_channels, axis=0)
             else:
                 mode = "L" if self.num_channels == 1 else "RGB"
                 array = np.asarray(image if image.mode == mode else image.convert(mode))
                 pixels = array.transpose(2, 0, 1) if array.ndim == 3 else array[None]
-            turn = header.orientation if header is not None else _orientation(image)
-            return np.array(_turn(pixels, turn), order="C")  # its own memory
+            orientation = header.orientation if header is not None else _orientation(image)
+            return np.array(turn_upright(pixels, orientation), order="C")  # a copy, not Pillow's memory
 
     def _deep_tiff(self, data: bytes) -> Pixels:
-        """Colours of 16 bits, of which Pillow would keep the upper 8."""
+        """Decode colors of 16 bits, of which Pillow would keep the upper 8."""
         pixels = Decoder(self.max_pixels, 3, self.max_value)._bands(data, at_least=True)
-        return pixels if self.num_channels == 3 else _to_grey(pixels).round().astype(np.uint8)
+        return pixels if self.num_channels == 3 else _to_gray(pixels).round().astype(np.uint8)
 
     def _other_tiff(self, data: bytes) -> Pixels:
-        """A TIFF file of numbers that Pillow does not know, such as colors of 32 bits; gray or colors only."""
+        """Decode a TIFF file of a type that Pillow does not know, such as colors of 32 bits; gray or colors only."""
         bands = tiff_bands(data)
         if bands is None:
             raise UnidentifiedImageError
@@ -187,10 +190,10 @@ class Decoder:
         pixels = replace(self, num_channels=bands)._bands(data, at_least=bands == 3)
         if bands < self.num_channels:
             return np.repeat(pixels, self.num_channels, axis=0)
-        return pixels if bands == self.num_channels else _to_grey(pixels).round().astype(np.uint8)
+        return pixels if bands == self.num_channels else _to_gray(pixels).round().astype(np.uint8)
 
     def _deep_png(self, data: bytes) -> Pixels:
-        """Colours of 16 bits, of which Pillow would keep the upper 8."""
+        """Decode colors of 16 bits, of which Pillow would keep the upper 8."""
         import torch
         from torchvision.io import ImageReadMode, decode_png
 
@@ -198,12 +201,12 @@ class Decoder:
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         deep = decode_png(encoded, mode=ImageReadMode.RGB).to(torch.int32).numpy()
         if self.num_channels == 1:
-            deep = _to_grey(deep).round().astype(np.int32)
+            deep = _to_gray(deep).round().astype(np.int32)
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-            return np.array(_turn(to_bytes(deep, self.max_value), _orientation(image)), order="C")
+            return np.array(turn_upright(to_bytes(deep, self.max_value), _orientation(image)), order="C")
 
     def _bands(self, data: bytes, at_least: bool = False) -> Pixels:
-        """A TIFF file of any number of channels, first or last; `at_least`: more are there and left (transparency)."""
+        """Decode a TIFF file of any number of channels, first or last; `at_least` drops one more (transparency)."""
         with optional.require("tifffile", "multiband", A_TIFF).TiffFile(io.BytesIO(data)) as file:
             series = file.series[0]
             shape, count = tuple(int(n) for n in series.shape), self.num_channels
@@ -221,17 +224,23 @@ class Decoder:
                 if "imagecodecs" in str(error) and find_spec("imagecodecs") is None:
                     raise optional.not_installed("imagecodecs", "imagecodecs", A_TIFF) from None
                 raise
-            found = file.pages[0].tags.get(ORIENTATION)
+            tag = file.pages[0].tags.get(ORIENTATION)
         array = array if array.dtype == np.uint8 else to_bytes(array, self.max_value)
-        return np.ascontiguousarray(_turn(array, 1 if found is None else int(found.value)))
+        return np.ascontiguousarray(turn_upright(array, 1 if tag is None else int(tag.value)))
+
+
+def resize_channels(pixels: Pixels, height: int, width: int, how: Image.Resampling = BICUBIC) -> Pixels:
+    """Resize each channel by Pillow."""
+    channels = (Image.fromarray(channel).resize((width, height), how) for channel in pixels)
+    return np.stack([np.asarray(channel) for channel in channels])
 
 
 def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]:
-    """Numbers of more than 8 bits as bytes: 0 is black, `max_value` white, nothing is stretched in between.
+    """Convert values of more than 8 bits to bytes: 0 is black, `max_value` white, linear in between.
 
     Without a `max_value`, white is the least of 255, 1023, 4095, 16383 and 65535 (8 to 16 bits) that the largest number
     of the image does not exceed, so that 12 bits in a file of 16 are not nearly black; fractions up to 1 have white 1.
-    Numbers that are not finite would be black without a word, or make the rest of the image so: it is refused.
+    An image with values that are not finite is refused: they, or all others, would become black.
     """
     numbers = values.astype(np.float64)
     finite = np.isfinite(numbers)
@@ -241,7 +250,7 @@ def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]
     top = float(numbers.max(initial=0.0))
     if max_value is None:
         fractions = np.issubdtype(values.dtype, np.floating) and top <= 1
-        max_value = 1.0 if fractions else next((float(white) for white in DEEP if top <= white), top)
+        max_value = 1.0 if fractions else next((float(white) for white in WHITES if top <= white), top)
     return np.asarray((numbers * (255.0 / max_value)).clip(0, 255).round().astype(np.uint8))
 
 
@@ -251,39 +260,39 @@ def _by_pillow(data: bytes) -> NDArray[Any]:
 
 
 def _check_sums(data: bytes) -> None:
-    """Refuses a PNG of which a part that matters is not what was written; Pillow looks at the sums of some only.
+    """Refuse a PNG with a wrong checksum in a critical chunk; Pillow checks some of them only.
 
-    That takes 3 % of the time of decoding. What is not there at all is Pillow's to find out.
+    That takes 3 % of the time of decoding. Missing chunks are left to Pillow.
     """
-    place, view = len(PNG), memoryview(data)
-    while place + 12 <= len(data):
-        length, kind = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
-        end = place + 8 + length
+    start, view = len(PNG), memoryview(data)
+    while start + 12 <= len(data):
+        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+        end = start + 8 + length
         if end + 4 > len(data):
             return
-        needed = kind[0] & 0x20 == 0  # a capital letter, as in IHDR, PLTE, IDAT
-        if needed and zlib.crc32(view[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+        critical = kind[0] & 0x20 == 0  # a capital letter, as in IHDR, PLTE, IDAT
+        if critical and zlib.crc32(view[start + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             part = f"its part {kind.decode()}" if kind.isalpha() else "one of its parts"
             raise Unreadable(f"broken PNG: the checksum of {part} is wrong")
         if kind == b"IEND":
             return
-        place = end + 4
+        start = end + 4
 
 
 def _check_memory(error: Exception) -> None:
-    """PyTorch has no error of its own for this."""
+    """Raise `MemoryError` for PyTorch's error, which has no type of its own."""
     if "DefaultCPUAllocator" in str(error):
         raise MemoryError(str(error)) from None
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of a reader's message, without the place in its source that torchvision puts before it."""
+    """Return the first line of a decoder's message, without the source line that torchvision puts before it."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^.*\.(?:cpp|cc|h):\d+\W*", "", first)[:200]
 
 
 def _reason(error: Exception) -> str:
-    """What a reader says of a file, as a person would."""
+    """Return why a file cannot be decoded, in plain words."""
     text = _sentence(error)
     if "truncat" in text.lower():
         return "the file is cut off: it ends before its last pixel"
@@ -291,33 +300,33 @@ def _reason(error: Exception) -> str:
 
 
 def tiff_bands(data: bytes) -> int | None:
-    """How many numbers each pixel of a TIFF file has, without transparency; None if it is none or broken."""
+    """Return the number of bands of a TIFF file, without transparency; None if it is none or broken."""
     if not data.startswith(TIFF + BIG_TIFF):
         return None
     try:
         tags, file = ImageFileDirectory_v2(data[: 16 if data.startswith(BIG_TIFF) else 8]), io.BytesIO(data)
         file.seek(tags.next)
         tags.load(file)
-        if not (WIDTH in tags and HEIGHT in tags and any(part in tags for part in PARTS)):
+        if not (WIDTH in tags and HEIGHT in tags and any(part in tags for part in OFFSETS)):
             return None
         return int(tags.get(SAMPLES, 1)) - sum(kind in ALPHA for kind in tags.get(EXTRA_SAMPLES, ()))
-    except Exception:  # of many kinds, where it is broken
+    except Exception:  # many kinds, where it is broken
         return None
 
 
 def is_deep(image: Image.Image, data: bytes) -> bool:
-    """Whether an image has colours of more than 8 bits, which Pillow's mode of it does not say."""
+    """Return whether an image has colors of more than 8 bits, which Pillow's mode does not say."""
     bits = getattr(image, "tag_v2", {}).get(258, (8,))
     return image.mode not in DEEP_MODES and (max(bits) > 8 or _is_deep_png(data))
 
 
 def _is_deep_png(data: bytes) -> bool:
-    """16 bits of colour, or of grey with transparency; only where the header is the first thing, as it must be."""
+    """Return whether a PNG has 16 bits of color, or of gray with transparency, and its header first, as it must be."""
     return data.startswith(PNG + b"\0\0\0\rIHDR") and len(data) > 25 and data[24] == 16 and data[25] in (2, 4, 6)
 
 
-def _to_grey(pixels: NDArray[Any]) -> NDArray[Any]:
-    """1×height×width: ITU-R 601, as Pillow turns colours into grey."""
+def _to_gray(pixels: NDArray[Any]) -> NDArray[Any]:
+    """Return 1×height×width luma by ITU-R 601, as Pillow converts colors to gray."""
     return np.tensordot(np.array([[0.299, 0.587, 0.114]]), pixels, 1)
 
 
@@ -325,19 +334,19 @@ def _orientation(image: Image.Image) -> int:
     return int(image.getexif().get(ORIENTATION, 1))
 
 
-def _turn(pixels: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """C×height×width as stored -> upright; the eight orientations of EXIF."""
-    if orientation in (5, 6, 7, 8):  # rows are columns
-        pixels = pixels.transpose(0, 2, 1)
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, :, ::-1]
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[:, ::-1]
+def turn_upright(pixels: Any, orientation: int, library: Any = np) -> Any:
+    """Turn C×height×width pixels upright by their EXIF orientation; an array, or a tensor if `library` is torch."""
+    if orientation in TRANSPOSED:
+        pixels = library.swapaxes(pixels, 1, 2)
+    if orientation in COLUMNS_FLIPPED:
+        pixels = library.flip(pixels, (2,))
+    if orientation in ROWS_FLIPPED:
+        pixels = library.flip(pixels, (1,))
     return pixels
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """(height, width) from the header alone, as stored."""
+    """Return (height, width) as stored, from the header alone."""
     header = read_header(data)
     if header is not None:
         return header.height, header.width

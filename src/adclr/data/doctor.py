@@ -1,4 +1,4 @@
-"""What is wrong with a collection of images, before any GPU hour is spent on it."""
+"""`adclr doctor`: finds what is wrong with a collection of images before any GPU hour is spent on it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ from adclr.system.text import format_size, printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
-FLAT = 8  # levels of 256 between the least and the most of every channel; a compressed plain colour has some
+FLAT = 8  # levels of 256 between the least and the most of every channel; a compressed plain color has some
 SHOWN, CELL = 48, 96  # images of the contact sheet, and their pixels
-LISTED = 5  # examples named for each kind of trouble
+LISTED = 5  # examples named for each kind of problem
 BINS = (32, 64, 128, 224, 320, 480, 640, 1024, 2048, 4096)
 DEEP_MODES = ("I", "F")
-MOST_PAGES = 256  # of a TIFF file that are looked at
+MOST_PAGES = 256  # of a TIFF file that are examined
 UNLIKE = 0.1  # of 1: a mean or deviation this far from those that recipes start from is worth setting
 LEAST_STD = 0.001  # that data.std takes
 LEVELS = np.arange(256) / 255
-DEEP_COLOURS = ";16"  # behind a mode of Pillow's, which is the same for colours of 8 bits and of more
+DEEP_COLORS = ";16"  # behind a mode of Pillow, which is the same for colors of 8 bits and of more
 
 
 class Settings(Section):
+    """The settings of `adclr doctor`."""
+
     max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
     num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
     num_workers: Count | None = Field(None, description="threads; null: one for each CPU core")
@@ -55,12 +57,12 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Finding:
-    """One image."""
+    """What is known of one image."""
 
     path: str
     bytes: int
     digest: str  # of the file
-    problem: str | None = None  # why it cannot be used; what follows then says nothing
+    problem: str | None = None  # why it cannot be used; then the fields below say nothing
     format: str = ""
     mode: str = ""
     height: int = 0
@@ -73,11 +75,12 @@ class Finding:
 
     @property
     def stretched(self) -> bool:
+        """Return whether the image is much longer than wide, or the other way round."""
         return max(self.height, self.width) > STRETCHED * min(self.height, self.width)
 
 
-def examine(source: Source, index: int, decoder: Decoder) -> Finding:
-    """Reads, decodes and looks at one image."""
+def _examine(source: Source, index: int, decoder: Decoder) -> Finding:
+    """Read, decode and examine one image."""
     path = source.paths[index]
     try:
         data = source.read(index)
@@ -101,17 +104,17 @@ def examine(source: Source, index: int, decoder: Decoder) -> Finding:
 
 
 def _kind(data: bytes) -> tuple[str, str, int]:
-    """(format, mode, number of pages) of a file."""
+    """Return (format, mode, number of pages) of a file."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            mode = f"{image.mode}{DEEP_COLOURS}" if is_deep(image, data) else image.mode
+            mode = f"{image.mode}{DEEP_COLORS}" if is_deep(image, data) else image.mode
             return image.format or "?", mode, _pages(image) if image.format == "TIFF" else 1
-    except Exception:  # Pillow balks at what another decoder has read
+    except Exception:  # Pillow cannot read what another decoder has read
         return "?", "?", 1
 
 
 def _pages(image: Image.Image) -> int:
-    """The pages of a TIFF file if all are of one size, as bands are and the levels of a pyramid are not; else 1."""
+    """Return the pages of a TIFF file if all have one size, as bands do and the levels of a pyramid do not; else 1."""
     count, size = min(getattr(image, "n_frames", 1), MOST_PAGES), image.size
     for page in range(1, count):
         image.seek(page)
@@ -120,46 +123,45 @@ def _pages(image: Image.Image) -> int:
     return count
 
 
-def examined(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:
-    """All of them, in order; few wait at a time, since each holds a decoded image while it is looked at."""
+def _examine_all(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:
+    """Yield all findings in order; few are queued at a time, since each holds a decoded image."""
     with ThreadPoolExecutor(num_workers) as pool:
         numbers = iter(range(len(source)))
-        waiting = [pool.submit(examine, source, i, decoder) for i in islice(numbers, 4 * num_workers)]
-        for place in range(len(source)):
-            yield waiting[place % len(waiting)].result()
+        queued = [pool.submit(_examine, source, i, decoder) for i in islice(numbers, 4 * num_workers)]
+        for index in range(len(source)):
+            yield queued[index % len(queued)].result()
             following = next(numbers, None)
             if following is not None:
-                waiting[place % len(waiting)] = pool.submit(examine, source, following, decoder)
+                queued[index % len(queued)] = pool.submit(_examine, source, following, decoder)
 
 
-def diagnose(
-    data: str, source: Source, found: Sequence[Finding], settings: Settings, memory: int | None
+def _diagnose(
+    data: str, source: Source, findings: Sequence[Finding], settings: Settings, memory: int | None
 ) -> dict[str, Any]:
-    """The numbers, the troubles with examples, and the advice."""
-    good = [finding for finding in found if finding.problem is None]
-    copies = Counter(finding.digest for finding in good)
-    first: set[str] = set()
+    """Return the report: numbers, problems with examples, and advice."""
+    good = [finding for finding in findings if finding.problem is None]
+    digests: set[str] = set()
     duplicates = []
     for finding in good:
-        if copies[finding.digest] > 1 and finding.digest in first:
+        if finding.digest in digests:
             duplicates.append(finding)
-        first.add(finding.digest)
+        digests.add(finding.digest)
     sides = np.array([min(finding.height, finding.width) for finding in good])
     problems, facts = ({}, {}) if source.listing is None else (source.listing.problems, source.listing.facts)
     troubles = {
         "damaged shards": [f"{path}: {problem}" for path, problem in problems.items() if path in facts],
         "dangling links": [f"{path}: {problem}" for path, problem in problems.items() if path not in facts],
-        "unreadable": [f"{finding.path}: {finding.problem}" for finding in found if finding.problem is not None],
+        "unreadable": [f"{finding.path}: {finding.problem}" for finding in findings if finding.problem is not None],
         "duplicates": [finding.path for finding in duplicates],
         "tiny": [finding.path for finding in good if min(finding.height, finding.width) < TINY],
         "stretched": [finding.path for finding in good if finding.stretched],
         "constant": [finding.path for finding in good if finding.flat],
     }
     mean, std = _colors(good)
-    total = sum(finding.bytes for finding in found)
+    total = sum(finding.bytes for finding in findings)
     report: dict[str, Any] = {
         "data": data,
-        "images": len(found),
+        "images": len(findings),
         "readable": len(good),
         "bytes": total,
         "gigabytes": total / 1e9,
@@ -173,12 +175,12 @@ def diagnose(
         "damaged_shards": _readable_of(source, [path for path in problems if path in facts]),
         "advice": [],
     }
-    report["advice"] = _advice(report, found, good, settings, memory)
+    report["advice"] = _advice(report, findings, good, settings, memory)
     return report
 
 
 def _colors(good: Sequence[Finding]) -> tuple[list[float], list[float]]:
-    """Mean and deviation of each channel, of 1, with the same weight for every image, as in training."""
+    """Return mean and deviation of each channel, of 1, with the same weight for every image, as in training."""
     if not good:
         return [], []
     mean = np.mean([finding.mean for finding in good], axis=0)
@@ -188,7 +190,7 @@ def _colors(good: Sequence[Finding]) -> tuple[list[float], list[float]]:
 
 
 def _readable_of(source: Source, shards: Sequence[str]) -> dict[str, list[str]]:
-    """The images that can be read of each damaged shard."""
+    """Return the readable images of each damaged shard."""
     images: dict[str, list[str]] = {shard: [] for shard in shards}
     if isinstance(source, TarShards):
         for index, path in enumerate(source.paths if shards else ()):
@@ -204,7 +206,7 @@ def _spread(sides: np.ndarray[Any, Any]) -> dict[str, int]:
 
 
 def _histogram(sides: np.ndarray[Any, Any]) -> dict[str, int]:
-    """How many shorter sides lie in each range of pixels."""
+    """Count the shorter sides in each range of pixels."""
     edges = [0, *BINS, 2**31]
     counts, _ = np.histogram(sides, edges)
     names = [f"<{BINS[0]}", *(f"{a}-{b - 1}" for a, b in pairwise(BINS)), f">={BINS[-1]}"]
@@ -212,23 +214,23 @@ def _histogram(sides: np.ndarray[Any, Any]) -> dict[str, int]:
 
 
 def _advice(
-    report: dict[str, Any], found: Sequence[Finding], good: Sequence[Finding], settings: Settings, memory: int | None
+    report: dict[str, Any], findings: Sequence[Finding], good: Sequence[Finding], settings: Settings, memory: int | None
 ) -> list[str]:
     advice = []
     counts = {name: len(paths) for name, paths in report["troubles"].items()}
-    grey = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)
-    own = _own_colors(report["mean"], report["std"], settings.num_channels)
+    num_gray = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)
+    colors = _color_settings(report["mean"], report["std"], settings.num_channels)
     if good:
         choice = auto.choose(len(good), report["shorter_side"]["median"], memory)
         values = [f"{key}={value}" for key, value in choice.settings.items()]
-        values += own if settings.num_channels != 3 else []
+        values += colors if settings.num_channels != 3 else []
         values += ["data.allow_damaged_shards=true"] if counts["damaged shards"] else []
         out = re.sub(r"[^\w.-]+", "_", Path(report["data"]).stem).strip("_.-") or "images"
         words = ["adclr", "pretrain", report["data"], "--out", f"runs/{out}", "--recipe", choice.recipe, *values]
         advice += [shlex.join(words), *choice.reasons]
     else:
         advice.append("nothing here can be read; look at the reasons above")
-    advice += _advice_on_bands(report["data"], found, settings.num_channels)
+    advice += _advice_on_bands(report["data"], findings, settings.num_channels)
     if counts["damaged shards"]:
         advice.append("write the damaged shards again; without data.allow_damaged_shards=true a run refuses them")
     if counts["dangling links"]:
@@ -242,39 +244,40 @@ def _advice(
         advice.append(f"{counts['duplicates']} files are copies of others; what is shown twice is learned twice")
     if counts["tiny"] > 0.1 * len(good):
         advice.append(f"{counts['tiny']} images are smaller than {TINY} pixels and will be enlarged; leave them out")
-    deep = sum(finding.mode.startswith(DEEP_MODES) or finding.mode.endswith(DEEP_COLOURS) for finding in good)
+    deep = sum(finding.mode.startswith(DEEP_MODES) or finding.mode.endswith(DEEP_COLORS) for finding in good)
     if deep:
         advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
-    if settings.num_channels == 3 and grey == len(good):
-        one = shlex.join(_own_colors(report["mean"][:1], report["std"][:1], 1))
-        advice.append(f"all images are grey; {one} trains on one channel")
+    if settings.num_channels == 3 and num_gray == len(good):
+        one = shlex.join(_color_settings(report["mean"][:1], report["std"][:1], 1))
+        advice.append(f"all images are gray; {one} trains on one channel")
     elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
-        advice.append(f"their colors are unlike those that recipes start from; {shlex.join(own)} uses their own")
+        advice.append(f"their colors are unlike those that recipes start from; {shlex.join(colors)} uses their own")
     return advice
 
 
-def _own_colors(mean: list[float], std: list[float], num_channels: int) -> list[str]:
-    """The settings with which a run takes the mean and deviation of the collection."""
+def _color_settings(mean: list[float], std: list[float], num_channels: int) -> list[str]:
+    """Return the settings with which a run uses the mean and deviation of the collection."""
     words = [f"data.mean={mean}", f"data.std={std}"]
     return words if num_channels == 3 else [f"model.num_channels={num_channels}", *words]
 
 
 def _unlike(mean: list[float], std: list[float]) -> bool:
-    usual = Data()
-    return bool(np.abs(np.array([mean, std]) - np.array([usual.mean, usual.std])).max() > UNLIKE)
+    """Return whether mean or deviation differ much from those that recipes start from."""
+    defaults = Data()
+    return bool(np.abs(np.array([mean, std]) - np.array([defaults.mean, defaults.std])).max() > UNLIKE)
 
 
-def _advice_on_bands(data: str, found: Sequence[Finding], num_channels: int) -> list[str]:
-    """About TIFF files that have other bands than are read."""
+def _advice_on_bands(data: str, findings: Sequence[Finding], num_channels: int) -> list[str]:
+    """Return advice on TIFF files that have other bands than are read."""
     advice = []
-    for bands, count in Counter(finding.bands for finding in found).most_common():
+    for bands, count in Counter(finding.bands for finding in findings).most_common():
         if bands not in (0, 1, 3, num_channels):
             command = shlex.join(["adclr", "doctor", data, f"num_channels={bands}"])
             advice.append(
                 f"{count} TIFF files have {bands} bands, not {num_channels}; {command} examines all of them, and "
                 f"model.num_channels={bands} trains on them"
             )
-    for pages, count in Counter(finding.pages for finding in found).most_common():
+    for pages, count in Counter(finding.pages for finding in findings).most_common():
         if pages > 1:
             command = shlex.join(["adclr", "doctor", data, f"num_channels={pages}"])
             advice.append(
@@ -284,8 +287,8 @@ def _advice_on_bands(data: str, found: Sequence[Finding], num_channels: int) -> 
     return advice
 
 
-def describe(report: dict[str, Any]) -> str:
-    """The report as text."""
+def _describe(report: dict[str, Any]) -> str:
+    """Return the report as text."""
     lines = [
         f"{report['images']} images, {format_size(report['gigabytes'])}; {report['readable']} can be read",
         "formats: " + (", ".join(f"{name} {count}" for name, count in report["formats"].items()) or "none"),
@@ -308,26 +311,26 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "advice:", *(f"  {line}" for line in report["advice"])])
 
 
-def contact_sheet(source: Source, found: Sequence[Finding], decoder: Decoder) -> Image.Image | None:
-    """Images spread over the collection, each whole, in equal cells."""
-    good = [index for index, finding in enumerate(found) if finding.problem is None]
+def _contact_sheet(source: Source, findings: Sequence[Finding], decoder: Decoder) -> Image.Image | None:
+    """Return images spread over the collection, each whole, in equal cells."""
+    good = [index for index, finding in enumerate(findings) if finding.problem is None]
     if not good:
         return None
     chosen = [good[i] for i in np.linspace(0, len(good) - 1, min(SHOWN, len(good))).astype(int)]
     columns = min(8, len(chosen))
     sheet = Image.new("RGB", (columns * CELL, -(-len(chosen) // columns) * CELL), "white")
-    for place, index in enumerate(chosen):
+    for cell, index in enumerate(chosen):
         pixels: Pixels = decoder(source.read(index))
-        shown = pixels if len(pixels) == 3 else pixels[[0, 0, 0]]
-        picture = Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))
+        rgb = pixels if len(pixels) == 3 else pixels[[0, 0, 0]]
+        picture = Image.fromarray(np.ascontiguousarray(rgb.transpose(1, 2, 0)))
         picture.thumbnail((CELL - 4, CELL - 4))
-        left, top = place % columns * CELL, place // columns * CELL
+        left, top = cell % columns * CELL, cell // columns * CELL
         sheet.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
     return sheet
 
 
 def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> dict[str, Any]:
-    """Examines a collection; writes doctor.json, doctor.txt and contact_sheet.png to `out`; returns the report."""
+    """Examine a collection, write doctor.json, doctor.txt and contact_sheet.png to `out`, and return the report."""
     check_writable(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
@@ -337,11 +340,11 @@ def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> di
     collection.check_apart(out, source)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
     workers = settings.num_workers or cpu_count()
-    found = list(track(examined(source, decoder, workers), "examining", len(source)))
-    report = diagnose(str(data), source, found, settings, machine.gpu_bytes("auto"))
-    text = describe(report)
+    findings = list(track(_examine_all(source, decoder, workers), "examining", len(source)))
+    report = _diagnose(str(data), source, findings, settings, machine.gpu_bytes("auto"))
+    text = _describe(report)
     print(text)
-    sheet = contact_sheet(source, found, decoder)
+    sheet = _contact_sheet(source, findings, decoder)
     write_json(files[0], report | {"provenance": provenance() | outputs.signature("doctor")})
     write_atomically(files[1], f"{text}\n\n{outputs.words('doctor')}\n".encode("utf-8", "backslashreplace"))
     if sheet is not None:

@@ -1,4 +1,4 @@
-"""What the header of a JPEG file says, read without decoding it: size, kind, orientation. Bytes are not trusted."""
+"""The header of a JPEG file, read without decoding it: size, coding, orientation. The bytes are not trusted."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended and progressive Huffman: wh
 
 @dataclass(frozen=True)
 class Header:
+    """What the header of a JPEG file says."""
+
     height: int  # as stored, before it is turned upright
     width: int
-    components: int  # 1 grey, 3 colour, 4 CMYK
+    components: int  # 1 gray, 3 color, 4 CMYK
     frame: int  # the marker of the frame
     orientation: int  # of EXIF, 1 to 8; 1 is upright
-    luma: bool  # three components are brightness and colours, not red, green and blue
+    luma: bool  # three components are brightness and color differences, not red, green and blue
     scan: int  # where the pixels begin; 0 if there are none
-    scanned: int  # components in the first scan
+    scanned: int  # number of components in the first scan
 
     @property
     def plain(self) -> bool:
-        """Grey or three components of 8 bits, coded in the common way: what any decoder can read."""
+        """Return whether it is gray or three components of 8 bits, Huffman coded: what any decoder can read."""
         return self.frame in DECODABLE and self.components in (1, 3)
 
     @property
     def baseline(self) -> bool:
-        """Colours of 8 bits in one scan, as nearly all cameras write them."""
+        """Return whether it is color of 8 bits in one scan, as nearly all cameras write."""
         return self.frame == 0xC0 and self.components == self.scanned == 3 and self.luma
 
     def fits(self, data: bytes) -> bool:
-        """Whether a file can hold these pixels at all: in the common codes a block of 8×8 takes a bit or more."""
+        """Return whether a file can contain so many pixels: a Huffman coded block of 8×8 takes at least one bit."""
         blocks = -(-self.height // 8) * -(-self.width // 8)
         return not self.plain or blocks <= 8 * (len(data) - self.scan)
 
 
 def read_header(data: bytes) -> Header | None:
-    """None if this is not a JPEG file or its header is broken."""
+    """Return the header; None if this is not a JPEG file or its header is broken."""
     orientation, luma = 1, True
     segments = _segments(data)
     for marker, start, end in segments:
         if marker == 0xE1 and orientation == 1:
             orientation = _orientation(data[start:end])
         elif marker == 0xEE and data[start : start + 5] == b"Adobe" and end - start >= 12:
-            luma = data[start + 11] != 0  # its way to say that colours were not transformed
+            luma = data[start + 11] != 0  # then colors were not transformed
         elif marker in _FRAMES:
             if end - start < 6:
                 return None
@@ -64,7 +66,7 @@ def read_header(data: bytes) -> Header | None:
 
 
 def _scan(data: bytes, segments: Iterator[tuple[int, int, int]]) -> tuple[int, int]:
-    """Where the first scan among the segments after the frame begins, and of how many components it is."""
+    """Return where the first scan after the frame begins, and its number of components."""
     for marker, start, end in segments:
         if marker == _SCAN:
             return end, data[start] if start < end else 0
@@ -72,28 +74,28 @@ def _scan(data: bytes, segments: Iterator[tuple[int, int, int]]) -> tuple[int, i
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, beginning and end of each, as far as they make sense."""
-    place = 2 if data.startswith(SIGNATURE) else len(data)
-    while place + 4 <= len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
+    """Yield the marker, start and end of each segment, as long as they are valid."""
+    position = 2 if data.startswith(SIGNATURE) else len(data)
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
         if marker == 0xFF:  # padding
-            place += 1
+            position += 1
             continue
         if marker in _ALONE:
-            place += 2
+            position += 2
             continue
-        # reserved (what decoders make of these differs, so no one is trusted), or the end of the picture
+        # reserved (decoders treat these differently), or the end of the image
         if marker < 0xC0 or marker == 0xD9:
             return
-        end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-        if not place + 4 <= end <= len(data):
+        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if not position + 4 <= end <= len(data):
             return
-        yield marker, place + 4, end
-        place = end
+        yield marker, position + 4, end
+        position = end
 
 
 def _orientation(block: bytes) -> int:
-    """The orientation tag of an EXIF block; 1 where there is none that makes sense."""
+    """Return the orientation in an EXIF block; 1 where there is none that is valid."""
     if not block.startswith(b"Exif\0\0"):
         return 1
     tiff = block[6:]

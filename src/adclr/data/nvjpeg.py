@@ -1,11 +1,11 @@
-"""JPEG files decoded on the GPU, a batch at a time, by the decoder that data-centre cards have beside their cores.
+"""Decoding of JPEG files on the GPU, a batch at a time, by the hardware decoder of data-center GPUs.
 
-On an H200 nvJPEG makes 19 000 images/s of baseline JPEGs of 500 pixels where 16 CPU threads make 6 500, but only 290 of
-progressive ones; so it gets the baseline ones and all others stay with `decode`. Its pixels differ from libjpeg's where
-colours are stored at half the resolution, by 1/255 in the mean (it interpolates them otherwise).
+On an H200 nvJPEG decodes 19 000 baseline JPEGs of 500 pixels in a second, 16 CPU threads 6 500; but it decodes only 290
+progressive ones. So it gets the baseline ones, and `decode` all others. Its pixels differ from libjpeg's by 1/255 in
+the mean where colors are stored at half the resolution, because it interpolates them in another way.
 
-Of a file that ends before its last pixel it makes a picture that is gray from there on, without an error. So an image
-whose last pixel is of that gray is decoded by the CPU, which finds out whether the file is whole.
+It decodes a file that ends before its last pixel without an error, gray from there on. So an image whose last pixel has
+that gray is decoded by the CPU, which finds out whether the file is complete.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from adclr.data.augment import Packed, pack
-from adclr.data.decode import MISSING, Decoder, Pixels, Unreadable
+from adclr.data.decode import COLUMNS_FLIPPED, MISSING, ROWS_FLIPPED, Decoder, Pixels, Unreadable, turn_upright
 from adclr.data.jpeg import Header, read_header
+from adclr.data.packed import Packed, pack
 from adclr.system.devices import stream
 
 END = b"\xff\xd9"
-# A file whose end lies further from its last byte than this is given to the CPU, which says what is wrong with it.
+# A file whose end marker is further from its last byte than this goes to the CPU, which finds out what is wrong.
 TRAILING = 64
-ROUNDING = 2  # of 255: how far the gray of missing data may be from libjpeg's; a few whole images more go to the CPU
-# Orientations of EXIF in which an image is turned upright by reversing its columns, its rows, or both.
-COLUMNS_FLIPPED, ROWS_FLIPPED = (2, 3, 6, 7), (3, 4, 7, 8)
-# With the decoder beside the cores: A100, H100 / H200, B200. Elsewhere nvJPEG would take the cores from the training.
+ROUNDING = 2  # of 255: how far the gray of missing data may be from libjpeg's; a few complete images go to the CPU too
+# GPUs with a hardware decoder: A100, H100 / H200, B200. On others nvJPEG would compete with the training.
 CAPABLE = ((8, 0), (9, 0), (10, 0))
-# Bytes are given to the decoder as a tensor without a copy, and it only reads them.
+# Bytes are passed to the decoder as a tensor without a copy, and it only reads them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -48,7 +46,7 @@ class Encoded:
 
 
 class GpuDecoder:
-    """`pack` does for a batch what `decode` and `augment.pack` do, on a CUDA stream of its own."""
+    """Decodes and packs batches on its own CUDA stream."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
@@ -56,10 +54,11 @@ class GpuDecoder:
 
     @staticmethod
     def suits(device: torch.device) -> bool:
+        """Return whether a device has a hardware decoder that works."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABLE and _works(device)
 
     def take(self, data: bytes) -> Encoded | None:
-        """A file that is better decoded here; None for any other, broken ones among them."""
+        """Return a file that is better decoded on the GPU; None for any other, broken ones among them."""
         header = read_header(data)
         if header is None or not header.baseline or END not in data[-TRAILING:] or self.decoder.num_channels != 3:
             return None
@@ -72,38 +71,40 @@ class GpuDecoder:
         return Encoded(data, header)
 
     def pack(self, items: list[Pixels | Encoded]) -> tuple[Packed | None, list[int]]:
-        """The batch in the device's memory when this returns; or the places of those that the GPU cannot decode."""
+        """Return the batch in the device's memory; or None and the positions of files that the GPU cannot decode."""
         with self._on_stream():
-            found = self._decode([item for item in items if isinstance(item, Encoded)])
-            if found is None:  # one by one, so that what an image becomes hangs on that image alone
+            decoded = self._decode([item for item in items if isinstance(item, Encoded)])
+            if decoded is None:  # one by one, so that the result of an image depends on that image alone
                 singly = [self._decode([item]) if isinstance(item, Encoded) else [] for item in items]
-                failed = [place for place, one in enumerate(singly) if one is None]
+                failed = [position for position, images in enumerate(singly) if images is None]
                 if failed:
                     return None, failed
-                found = [image for one in singly if one for image in one]
-            packed = self._together(items, found)
-            doubtful = gray_at_the_end(packed, items)
+                decoded = [image for images in singly if images for image in images]
+            packed = self._pack_in_order(items, decoded)
+            doubtful = _gray_at_the_end(packed, items)
             if doubtful:
-                places = [place for place, item in enumerate(items) if isinstance(item, Encoded)]
+                positions = [position for position, item in enumerate(items) if isinstance(item, Encoded)]
                 items, failed = self._by_cpu(items, doubtful)
                 if failed:
                     return None, failed
-                certain = [image for place, image in zip(places, found, strict=True) if place not in doubtful]
-                packed = self._together(items, certain)
+                certain = [
+                    image for position, image in zip(positions, decoded, strict=True) if position not in doubtful
+                ]
+                packed = self._pack_in_order(items, certain)
             if self.stream:
                 self.stream.synchronize()  # this thread waits, not the one that trains
         return packed, []
 
-    def _by_cpu(self, items: list[Pixels | Encoded], places: list[int]) -> tuple[list[Pixels | Encoded], list[int]]:
-        """The items with some of them decoded by the CPU, and the places of those that it refuses."""
+    def _by_cpu(self, items: list[Pixels | Encoded], positions: list[int]) -> tuple[list[Pixels | Encoded], list[int]]:
+        """Return the items with some of them decoded by the CPU, and the positions of those that it refuses."""
         items, failed = list(items), []
-        for place in places:
-            item = items[place]
+        for position in positions:
+            item = items[position]
             assert isinstance(item, Encoded)
             try:
-                items[place] = self.decoder(item.data)
-            except Unreadable:  # whoever asks for the batch asks the CPU again and lists the reason
-                failed.append(place)
+                items[position] = self.decoder(item.data)
+            except Unreadable:  # the caller asks the CPU again and lists the reason
+                failed.append(position)
         return items, failed
 
     @contextmanager
@@ -114,21 +115,21 @@ class GpuDecoder:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def _together(self, items: list[Pixels | Encoded], found: list[Tensor]) -> Packed:
-        """What the GPU decoded, in order, and what the CPU did, in their places."""
-        there = [item for item in items if not isinstance(item, Encoded)]
-        rest = pack(there, pin=self.stream is not None).to(self.device) if there else None
-        parts, shapes, at, decoded = [], [], 0, iter(found)
+    def _pack_in_order(self, items: list[Pixels | Encoded], decoded: list[Tensor]) -> Packed:
+        """Pack what the GPU decoded and what the CPU decoded, in the order of the items."""
+        by_cpu = [item for item in items if not isinstance(item, Encoded)]
+        rest = pack(by_cpu, pin=self.stream is not None).to(self.device) if by_cpu else None
+        parts, shapes, start, images = [], [], 0, iter(decoded)
         for item in items:
             if isinstance(item, Encoded):
-                image = next(decoded)
+                image = next(images)
                 parts.append(image.reshape(-1))
                 shapes.append(tuple(image.shape[1:]))
             else:
                 assert rest is not None
-                parts.append(rest.bytes[at : at + item.size])
+                parts.append(rest.bytes[start : start + item.size])
                 shapes.append(item.shape[1:])
-                at += item.size
+                start += item.size
         lengths = np.array([len(part) for part in parts], np.int64)
         return Packed(torch.cat(parts), np.cumsum(lengths) - lengths, np.array(shapes, np.int64), 3)
 
@@ -144,23 +145,25 @@ class GpuDecoder:
         sizes = [(item.header.height, item.header.width) for item in encoded]
         if [tuple(image.shape[1:]) for image in images] != sizes:
             return None
-        return [_turn(image, item.header.orientation) for image, item in zip(images, encoded, strict=True)]
+        return [
+            turn_upright(image, item.header.orientation, torch) for image, item in zip(images, encoded, strict=True)
+        ]
 
 
-def gray_at_the_end(packed: Packed, items: Sequence[Pixels | Encoded]) -> list[int]:
-    """The places of encoded images whose last pixel, as stored, is of the gray that stands for missing data.
+def _gray_at_the_end(packed: Packed, items: Sequence[Pixels | Encoded]) -> list[int]:
+    """Return the positions of encoded images whose last pixel, as stored, has the gray of missing data.
 
     All last pixels are gathered at once: one small copy to the device and one back for a whole batch.
     """
-    turns = [item.header.orientation if isinstance(item, Encoded) else 1 for item in items]
+    orientations = [item.header.orientation if isinstance(item, Encoded) else 1 for item in items]
     rows, columns = packed.sizes[:, 0], packed.sizes[:, 1]
-    down = np.where(np.isin(turns, ROWS_FLIPPED), 0, rows - 1)
-    across = np.where(np.isin(turns, COLUMNS_FLIPPED), 0, columns - 1)
+    down = np.where(np.isin(orientations, ROWS_FLIPPED), 0, rows - 1)
+    across = np.where(np.isin(orientations, COLUMNS_FLIPPED), 0, columns - 1)
     first = packed.offsets + down * columns + across
     indices = first[:, None] + np.arange(packed.num_channels) * (rows * columns)[:, None]
     pixels = packed.bytes[torch.from_numpy(indices).to(packed.bytes.device)].cpu().numpy()
     gray = np.abs(pixels.astype(np.int64) - MISSING).max(axis=1) <= ROUNDING
-    return [place for place, item in enumerate(items) if gray[place] and isinstance(item, Encoded)]
+    return [position for position, item in enumerate(items) if gray[position] and isinstance(item, Encoded)]
 
 
 def _nvjpeg(data: list[bytes], device: torch.device) -> list[Tensor]:
@@ -173,21 +176,10 @@ def _nvjpeg(data: list[bytes], device: torch.device) -> list[Tensor]:
 
 @cache
 def _works(device: torch.device) -> bool:
-    """Whether this torchvision was built with nvJPEG: it decodes one small image."""
+    """Return whether this torchvision was built with nvJPEG: it decodes one small image."""
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "JPEG")
     try:
         return _nvjpeg([buffer.getvalue()], device)[0].shape == (3, 32, 32)
     except RuntimeError:
         return False
-
-
-def _turn(image: Tensor, orientation: int) -> Tensor:
-    """As `decode` turns an image upright."""
-    if orientation in (5, 6, 7, 8):
-        image = image.transpose(1, 2)
-    if orientation in COLUMNS_FLIPPED:
-        image = image.flip(2)
-    if orientation in ROWS_FLIPPED:
-        image = image.flip(1)
-    return image

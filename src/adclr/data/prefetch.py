@@ -1,4 +1,4 @@
-"""Views made while the step runs: on a GPU in a thread and a CUDA stream of their own, a bounded number ahead."""
+"""Views rendered while the step before runs: on a GPU by a thread on its own CUDA stream, a bounded number ahead."""
 
 from __future__ import annotations
 
@@ -14,43 +14,47 @@ from adclr.data.feed import Batch
 from adclr.system.devices import be_on, stream
 
 
-class Made(Protocol):
-    def tensors(self) -> list[Tensor]: ...
+class Rendered(Protocol):
+    """What is rendered of a batch."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all its tensors."""
+        ...
 
 
-M = TypeVar("M", bound=Made)
+R = TypeVar("R", bound=Rendered)
 
 
-class Ahead(Generic[M]):
-    """An iterator over views, or what else is made of batches, which closes the batches it is given.
+class Ahead(Generic[R]):
+    """An iterator over what is rendered of batches; closing it closes the batches.
 
     Views of three batches are in memory at most: of the one the GPU works on, of the one that is queued behind it, and
-    of the one being made.
+    of the one being rendered.
     """
 
     def __init__(
-        self, batches: Generator[Batch[Any], None, None], make: Callable[[Batch[Any]], M], device: torch.device
+        self, batches: Generator[Batch[Any], None, None], render: Callable[[Batch[Any]], R], device: torch.device
     ) -> None:
-        self.batches, self.make, self.device = batches, make, device
-        self.seconds_waited = 0.0  # for images, by whoever takes the views
-        self.last: M | None = None  # that were taken
+        self.batches, self.render, self.device = batches, render, device
+        self.seconds_waited = 0.0  # for images, by the thread that takes the views
+        self.last: R | None = None  # that was taken
         self._thread: ThreadPoolExecutor | None = None
         if device.type == "cuda":
             self.stream = stream("views", device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
-            self._used: torch.cuda.Event | None = None  # the work on the views before last
+            self._used: torch.cuda.Event | None = None  # the end of the work on the views before the last
             self._thread = ThreadPoolExecutor(1, "views", be_on, (device,))
-            self._next: Future[tuple[M, torch.cuda.Event] | None] = self._thread.submit(self._make)
+            self._next: Future[tuple[R, torch.cuda.Event] | None] = self._thread.submit(self._render_next)
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> M:
+    def __next__(self) -> R:
         if self._thread is None:
             started = time.monotonic()
             batch = next(self.batches)
             self.seconds_waited += time.monotonic() - started
-            self.last = self.make(batch)
+            self.last = self.render(batch)
             return self.last
         current = torch.cuda.current_stream(self.device)
         queued = current.record_event()
@@ -58,28 +62,30 @@ class Ahead(Generic[M]):
             self._used.synchronize()  # else the host would run ahead of the GPU, and memory fill with views
         self._used = queued
         started = time.monotonic()
-        made = self._next.result()
+        rendered = self._next.result()
         self.seconds_waited += time.monotonic() - started
-        if made is None:
+        if rendered is None:
             raise StopIteration
-        self._next = self._thread.submit(self._make)
-        views, ready = made
+        self._next = self._thread.submit(self._render_next)
+        views, ready = rendered
         current.wait_event(ready)
         for tensor in views.tensors():
-            tensor.record_stream(current)  # its memory is not given away before this stream is done with it
+            tensor.record_stream(current)  # its memory is not reused before this stream is done with it
         self.last = views
         return views
 
-    def _make(self) -> tuple[M, torch.cuda.Event] | None:
+    def _render_next(self) -> tuple[R, torch.cuda.Event] | None:
+        """Return the next views and the event after which they are ready; None after the last batch."""
         batch = next(self.batches, None)
         if batch is None:
             return None
         with torch.cuda.stream(self.stream):
             if batch.packed.bytes.is_cuda:
                 batch.packed.bytes.record_stream(self.stream)
-            return self.make(batch), self.stream.record_event()
+            return self.render(batch), self.stream.record_event()
 
     def close(self) -> None:
+        """Stop the thread and close the batches."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self.batches.close()

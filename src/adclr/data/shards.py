@@ -1,4 +1,4 @@
-"""Tar shards: images read at random through an index of where each lies. Nothing is ever unpacked."""
+"""Tar shards: images are read through an index of their positions, in any order; nothing is unpacked to disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from adclr.config.sections import UserError
-from adclr.data.sources import SUFFIXES, Facts, Items, Listing, fact, is_searched
+from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
 from adclr.system.progress import Tally
 
 LONGEST_LABEL = 256  # bytes of a .cls file
 
 
-class TarShards(Items):
+class TarShards(Source):
     """The images of uncompressed tar files, named SHARD/MEMBER, in the order of shards and members.
 
     A label is the text of the .cls file beside an image (as WebDataset has it), else the first folder of its name.
@@ -35,9 +35,11 @@ class TarShards(Items):
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
 
     def file(self, index: int) -> str:
+        """Return the shard of an item."""
         return self.shards[int(self.places[index, 0])]
 
     def read(self, index: int) -> bytes:
+        """Return the bytes of a member."""
         _, offset, length = (int(number) for number in self.places[index])
         with open(self.file(index), "rb") as file:  # 6 microseconds, measured; held open, thousands would be too many
             file.seek(offset)
@@ -47,6 +49,7 @@ class TarShards(Items):
         return data
 
     def label(self, index: int) -> str | None:
+        """Return the text of the .cls file, else the first folder of the member's name."""
         if self.labels and self.labels[index]:
             return self.labels[index]
         member = self.paths[index].partition(".tar/")[2]
@@ -54,22 +57,22 @@ class TarShards(Items):
         return first if slash else None
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """The time is the shard's: all its images are taken for modified when it is."""
+        """Return the size of an item and the time of its shard: all images of a modified shard count as modified."""
         assert self.listing is not None
         return int(self.places[index, 2]), self.listing.facts[self.file(index)][1]
 
     def holds(self, folder: str | Path) -> bool:
-        """An image beside the shards, or below their folder, would make that a folder of images."""
+        """Return whether an image in this folder would turn the folder of the shards into a folder of images."""
         return super().holds(folder) or (os.path.isdir(self.root) and is_searched(folder, [self.root]))
 
     def lost(self, index: int) -> str | None:
-        """A shard that is gone takes many images with it, wherever the others are."""
+        """Return the shard if it has disappeared, and many images with it."""
         shard = self.file(index)
         return None if os.path.exists(shard) else shard
 
 
 def index_shards(shards: Sequence[str]) -> Listing:
-    """Finds the images of all shards; a damaged shard is named under `problems`, its readable images are listed."""
+    """Index the images of all shards; a damaged shard is named under `problems`, its readable images are listed."""
     names: list[str] = []
     places: list[tuple[int, int, int]] = []
     labels: dict[str, str] = {}
@@ -100,7 +103,7 @@ def index_shards(shards: Sequence[str]) -> Listing:
 
 @dataclass
 class _Members:
-    """What one shard holds."""
+    """The contents of one shard."""
 
     images: list[tuple[str, int, int]] = field(default_factory=list)  # name, offset, bytes
     labels: dict[str, str] = field(default_factory=dict)  # by stem
@@ -108,7 +111,7 @@ class _Members:
 
 
 def _read_members(shard: str, title: str) -> _Members:
-    """Reads the headers of a shard; raises `tarfile.TarError` where there is not even a first one."""
+    """Read the headers of a shard; raise `tarfile.TarError` where there is not even a first one."""
     members = _Members()
     last, count, size = "", 0, os.path.getsize(shard)
     with tarfile.open(shard, "r:") as archive:
@@ -142,11 +145,11 @@ def _read_members(shard: str, title: str) -> _Members:
 
 
 def _end_problem(archive: tarfile.TarFile, size: int) -> str:
-    """What is wrong with the end of a shard, at which `tarfile` stops without a word; empty: nothing.
+    """Return what is wrong with the end of a shard, where `tarfile` stops without an error; empty: nothing.
 
     An archive ends with two blocks of 512 zero bytes, filled up to 10240: so do those of GNU tar, Python's tarfile and
     WebDataset's TarWriter, also where the last member fills a record exactly. A single zero block, or a part of one, is
-    taken for the end too (GNU tar only warns of it), since no member's header begins with zeros.
+    taken as the end too (GNU tar only warns of it), since no member's header begins with zeros.
     """
     assert archive.fileobj is not None  # it is open
     archive.fileobj.seek(archive.offset)
@@ -170,7 +173,7 @@ def _refusal(listing: Listing) -> str:
 
 
 def _titles(shards: Sequence[str]) -> list[str]:
-    """What shards are called in names: their file names, or, where these repeat, their paths below what they share."""
+    """Return the names of the shards: their file names, or, where these repeat, paths below their common folder."""
     bases = [Path(shard).name for shard in shards]
     if len(set(bases)) == len(bases):
         return bases
@@ -179,6 +182,6 @@ def _titles(shards: Sequence[str]) -> list[str]:
 
 
 def _stem(name: str) -> str:
-    """A member's name up to the first dot of its last part: what WebDataset holds together."""
+    """Return a member's name up to the first dot of its last part, by which WebDataset groups members."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]

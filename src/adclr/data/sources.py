@@ -1,11 +1,12 @@
-"""What to read, behind one interface; here a folder and a list of files (see also `shards` and `huggingface`).
+"""Collections of images behind one interface, `Source`: a folder or a list of files (see also `shards`, `huggingface`).
 
-Sources know names, keys, bytes and labels; pixels are `decode`'s. An item's key is a hash of its name, so a collection
-is the same wherever it lies.
+Sources give names, keys, bytes and labels; `decode` turns bytes into pixels. An item's key is a hash of its name, so a
+collection is the same wherever it is stored.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -15,72 +16,60 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.data.draws import Words, key_of
+from adclr.system.files import write_atomically
 from adclr.system.progress import Tally
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-TOLD = 1000  # images after which progress is told, also within one folder
+PROGRESS_EVERY = 1000  # images between two updates of the progress, also within one folder
 NO_PLACES = np.zeros((0, 3), np.int64)
 
 
-class Source(Protocol):
-    root: Path  # what the user named
-    paths: Sequence[str]  # the name of each item
-    listing: Listing | None  # what is worth keeping of the search for them
-
-    @property
-    def keys(self) -> Words: ...
-    def __len__(self) -> int: ...
-    def read(self, index: int) -> bytes: ...
-    def label(self, index: int) -> str | None: ...
-    def fingerprint(self) -> str: ...
-    def lost(self, index: int) -> str | None: ...
-    def holds(self, folder: str | Path) -> bool: ...
-    def stamp(self, index: int) -> tuple[int, int]: ...
-
-
-class Items:
-    """What all sources share."""
+class Source:
+    """A collection of images; here of files below a folder, which other sources change."""
 
     def __init__(self, root: Path, paths: Sequence[str], listing: Listing | None = None) -> None:
-        self.root, self.paths, self.listing = root, paths, listing
+        self.root, self.paths = root, paths  # what the user named; the name of each item
+        self.listing = listing  # the index of the collection, where searching it again takes long
 
     @cached_property
     def keys(self) -> Words:
+        """Return the 64-bit key of each item."""
         return np.fromiter((key_of(path) for path in self.paths), np.uint64, len(self.paths))
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def label(self, index: int) -> str | None:
-        """The first folder of the item's name, where there is one; nothing but a score ever asks."""
+        """Return the first folder of the item's name, or None; only evaluations use labels."""
         first, slash, _ = self.paths[index].partition("/")
         return first if slash else None
 
     def fingerprint(self) -> str:
-        """A hash of all keys: the same collection, wherever it lies."""
+        """Return a hash of all keys: the same wherever the collection is stored."""
         return blake2b(np.sort(self.keys).tobytes(), digest_size=16).hexdigest()
 
     def file(self, index: int) -> str:
-        """The file that an item lies in."""
+        """Return the path of the file that contains an item."""
         return os.path.join(self.root, self.paths[index])
 
     def read(self, index: int) -> bytes:
+        """Return the encoded image."""
         return read_file(self.file(index))
 
     def lost(self, index: int) -> str | None:
-        """What has gone away with an item that cannot be read: the collection or a folder; None if it is alone."""
+        """Return what has disappeared with an unreadable item, the collection or a folder; None: only the item."""
         return lost_folder(self.file(index)) if os.path.exists(self.root) else str(self.root)
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Returns the bytes of an item and when it was modified (ns); (-1, 0) of a file that is not there."""
+        """Return the size of an item in bytes and when it was modified (ns); (-1, 0) if the file does not exist."""
         try:
             status = os.stat(self.file(index))
         except OSError:
@@ -88,15 +77,15 @@ class Items:
         return status.st_size, status.st_mtime_ns
 
     def holds(self, folder: str | Path) -> bool:
-        """Returns whether images of the collection lie in this folder, or are searched for in it."""
+        """Return whether images of the collection are in this folder, or are searched for in it."""
         folders = {os.path.dirname(self.file(index)) for index in range(len(self))}
         return os.path.realpath(folder) in {os.path.realpath(path) for path in folders}
 
 
-class ImageFolder(Items):
+class ImageFolder(Source):
     """Every image below a folder, in the order of its relative paths.
 
-    Hidden files and folders are passed over; a folder or file reached by two links is read once.
+    Hidden files and folders are skipped; a folder or file reached by two links is read once.
     """
 
     def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
@@ -110,11 +99,12 @@ class ImageFolder(Items):
         super().__init__(root, listing.names, listing)
 
     def holds(self, folder: str | Path) -> bool:
+        """Return whether images are searched for in this folder."""
         assert self.listing is not None
         return is_searched(folder, self.listing.facts)
 
 
-class FileList(Items):
+class FileList(Source):
     """A text file with a path on each line, relative to the file's folder or absolute, and a label behind a tab."""
 
     def __init__(self, file: str | Path) -> None:
@@ -132,10 +122,11 @@ class FileList(Items):
         super().__init__(file, list(self.labels))
 
     def file(self, index: int) -> str:
+        """Return the path of an item."""
         return os.path.join(self.root.parent, self.paths[index])
 
     def label(self, index: int) -> str | None:
-        """What stands behind the tab; else the first folder of a relative path, the last of an absolute one."""
+        """Return the text behind the tab; else the first folder of a relative path, the last of an absolute one."""
         path = self.paths[index]
         if self.labels[path]:
             return self.labels[path]
@@ -145,8 +136,8 @@ class FileList(Items):
         return first if slash else None
 
 
-class Files(Items):
-    """Image files named one by one, shown by what their names have beyond the folder of all; a label is a folder."""
+class Files(Source):
+    """Image files given one by one, named by their paths below their common folder; a label is the file's folder."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         full = [os.path.abspath(path) for path in paths]
@@ -154,10 +145,11 @@ class Files(Items):
         super().__init__(Path(root), [os.path.relpath(path, root) for path in full])
 
     def label(self, index: int) -> str | None:
+        """Return the folder of the file."""
         return os.path.basename(os.path.dirname(os.path.join(self.root, self.paths[index]))) or None
 
 
-class Subset(Items):
+class Subset(Source):
     """Some items of a source."""
 
     def __init__(self, whole: Source, chosen: NDArray[np.int64]) -> None:
@@ -165,54 +157,58 @@ class Subset(Items):
         self.whole, self.chosen = whole, chosen
 
     def read(self, index: int) -> bytes:
+        """Read an item from the whole source."""
         return self.whole.read(int(self.chosen[index]))
 
     def lost(self, index: int) -> str | None:
+        """Return what has disappeared with an item of the whole source."""
         return self.whole.lost(int(self.chosen[index]))
 
     def label(self, index: int) -> str | None:
+        """Return the label in the whole source."""
         return self.whole.label(int(self.chosen[index]))
 
     def stamp(self, index: int) -> tuple[int, int]:
+        """Return the stamp in the whole source."""
         return self.whole.stamp(int(self.chosen[index]))
 
 
 def is_searched(folder: str | Path, searched: Iterable[str | Path]) -> bool:
-    """Returns whether a folder, which need not exist yet, is one of these or lies below one; a hidden one is not."""
-    known, path = {os.path.realpath(one) for one in searched}, Path(os.path.realpath(folder))
-    for one in (path, *path.parents):
-        if str(one) in known:
+    """Return whether a folder, which need not exist yet, is one of these or below one; a hidden folder is not."""
+    roots, path = {os.path.realpath(root) for root in searched}, Path(os.path.realpath(folder))
+    for parent in (path, *path.parents):
+        if str(parent) in roots:
             return True
-        if one.name.startswith("."):
+        if parent.name.startswith("."):
             return False
     return False
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a file in half the system calls of `Path.read_bytes`, each of which counts on a network."""
+    """Return the bytes of a file with half the system calls of `Path.read_bytes`; each takes long on a network."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):  # a pipe or a device would never end
             raise OSError("it is not a regular file")
-        parts, wanted = [], status.st_size
-        while wanted > 0 and (part := os.read(file, wanted)):
+        parts, remaining = [], status.st_size
+        while remaining > 0 and (part := os.read(file, remaining)):
             parts.append(part)
-            wanted -= len(part)
+            remaining -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
     finally:
         os.close(file)
 
 
 def reason_of(error: Exception) -> str:
-    """Why an item cannot be read, without the number and the path that Python puts beside the system's words."""
+    """Return why an item cannot be read, without the number and the path that Python adds to the system's message."""
     if isinstance(error, FileNotFoundError):
         return "the file does not exist"
     return str(getattr(error, "strerror", None) or error)
 
 
 def fail(error: Exception, source: Source, index: int) -> NoReturn:
-    """Passes on what came up in reading an item and is not the item's fault, with its name."""
+    """Raise an error that came up in reading an item, and is not the item's fault, with the item's name."""
     name = printable(f"{source.paths[index]} of {source.root}")
     if isinstance(error, UserError):
         raise error
@@ -223,8 +219,8 @@ def fail(error: Exception, source: Source, index: int) -> NoReturn:
 
 
 def lost_folder(path: str) -> str | None:
-    """The folder of a file that is not there, if it is gone or empty too, as when a disk is taken out; else None."""
-    real = os.path.realpath(path)  # where the file lies that a link leads to
+    """Return the folder of a missing file if it is missing or empty too, as when a disk is removed; else None."""
+    real = os.path.realpath(path)  # the file that a link points to
     if os.path.exists(real):
         return None
     folder = os.path.dirname(real)
@@ -238,7 +234,7 @@ def lost_folder(path: str) -> str | None:
 
 
 def index_folder(root: Path) -> Listing:
-    """Relative paths, with '/', of all images below `root`, sorted; perhaps none."""
+    """Index the relative paths, with '/', of all images below `root`, sorted; there may be none."""
     try:
         if not root.exists():
             raise UserError(f"folder {root} does not exist; check the path")
@@ -246,50 +242,50 @@ def index_folder(root: Path) -> Listing:
             raise UserError(f"{root} is not a folder; give the folder that holds the images")
     except OSError as error:
         raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
-    found: list[str] = []
-    links: dict[str, str] = {}  # files that links lead to, and the first name of each
+    names: list[str] = []
+    links: dict[str, str] = {}  # the first name of each file that links point to
     facts: Facts = {}
     problems: dict[str, str] = {}
-    seen: set[tuple[int, int]] = set()
-    waiting = [""]
+    visited: set[tuple[int, int]] = set()
+    pending = [""]
     with Tally("indexing", "images") as tally:
-        while waiting:
-            below = waiting.pop()
-            here = root / below
-            status = here.stat()
-            if (status.st_dev, status.st_ino) in seen:
+        while pending:
+            relative = pending.pop()
+            folder = root / relative
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in visited:
                 continue
-            seen.add((status.st_dev, status.st_ino))
-            facts[os.path.abspath(here)] = fact(here, False)  # before it is read, so that no change is missed
-            folders = []
+            visited.add((status.st_dev, status.st_ino))
+            facts[os.path.abspath(folder)] = fact(folder, False)  # before it is read, so that no change is missed
+            subfolders = []
             try:
-                with os.scandir(here) as entries:
+                with os.scandir(folder) as entries:
                     for entry in entries:
-                        path = f"{below}/{entry.name}" if below else entry.name
+                        path = f"{relative}/{entry.name}" if relative else entry.name
                         kind = _kind(entry)
                         if kind == "folder":
-                            folders.append(path)
+                            subfolders.append(path)
                         elif kind == "link":
                             file = os.path.realpath(entry.path)
                             links[file] = min(path, links.get(file, path))
                         elif kind == "file":
-                            found.append(path)
+                            names.append(path)
                         elif kind == "dangling":
-                            there = os.path.abspath(entry.path)
-                            problems[there] = f"a link to {os.readlink(there)}, which is not there"
-                        if len(found) - tally.count >= TOLD:
-                            tally.add(len(found) - tally.count)
+                            link = os.path.abspath(entry.path)
+                            problems[link] = f"a link to {os.readlink(link)}, which is not there"
+                        if len(names) - tally.count >= PROGRESS_EVERY:
+                            tally.add(len(names) - tally.count)
             except PermissionError:
-                raise UserError(f"folder {here} may not be read; change its permissions") from None
-            waiting += sorted(folders)  # so that of two links the same one is followed wherever the collection lies
+                raise UserError(f"folder {folder} may not be read; change its permissions") from None
+            pending += sorted(subfolders)  # of two links, the same one is followed wherever the collection is stored
     if links:
-        own = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in found}
-        found += [path for file, path in links.items() if file not in own]
-    return Listing(sorted(found), facts, NO_PLACES, [], problems)
+        files = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in names}
+        names += [path for file, path in links.items() if file not in files]
+    return Listing(sorted(names), facts, NO_PLACES, [], problems)
 
 
 def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:
-    """What an entry of a folder is to a search for images; None for nothing."""
+    """Return what an entry of a folder is to a search for images; None: it is skipped."""
     if entry.name.startswith("."):
         return None
     try:
@@ -307,31 +303,31 @@ def _real(root: Path, folder: str) -> str:
     return os.path.realpath(root / folder)
 
 
-Fact = tuple[int, ...]  # is it a file; when it and its record changed (ns); which it is; its bytes (0 for a folder)
-
-
+Fact = tuple[int, ...]  # 1 if it is a file; mtime and ctime (ns); inode; bytes (0 for a folder)
 Facts = dict[str, Fact]
 
 
 @dataclass(frozen=True)
 class Listing:
+    """The index of a collection: its items, and by what a change of it is noticed."""
+
     names: list[str]  # of all items, in order
     facts: Facts  # of each folder or shard, by its full path
     places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
     labels: list[str]  # one for each item, or none at all
-    problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, links that lead nowhere
+    problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, dangling links
 
     def current(self) -> bool:
-        """Whether the collection is still what was indexed."""
+        """Return whether the collection is still what was indexed."""
         try:
             same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items())
         except OSError:
             return False
-        # the folder of a link does not change when the file that the link leads to comes back
+        # the folder of a link does not change when the file that the link points to is restored
         return same and not any(path not in self.facts and os.path.exists(path) for path in self.problems)
 
     def save(self, path: Path) -> None:
-        """To one .npz file, whole or not at all."""
+        """Write the index to one .npz file, whole or not at all."""
         arrays = {
             "names": _text(self.names),
             "labels": _text(self.labels),
@@ -339,39 +335,39 @@ class Listing:
             "places": self.places,
             "problems": np.frombuffer(json.dumps(self.problems).encode(), np.uint8),
         }
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(temporary, path)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, buffer.getvalue(), durable=False)
 
 
 def load_listing(path: Path) -> Listing | None:
-    """The index in a file; None if there is none that can be read."""
+    """Return the index in a file; None if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                return None  # not ours, and of any size once it is unpacked
+                return None  # not written by `save`, and of any size once it is unpacked
         with np.load(path, allow_pickle=False) as file:
             facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
             problems = {str(k): str(v) for k, v in json.loads(file["problems"].tobytes()).items()}
             places = file["places"].astype(np.int64)
-            found = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems)
+            listing = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems)
     except Exception:  # whatever is wrong with it, the collection can be indexed again
         return None
-    shape = (len(found.names), 3)
-    if not found.names or not found.facts:
+    shape = (len(listing.names), 3)
+    if not listing.names or not listing.facts:
         return None
-    return found if found.places.shape in (shape, (0, 3)) and len(found.labels) in (0, shape[0]) else None
+    return listing if listing.places.shape in (shape, (0, 3)) and len(listing.labels) in (0, shape[0]) else None
 
 
 def fact(path: str | Path, is_file: bool) -> Fact:
+    """Return the facts of a file or folder, by which a change of it is noticed."""
     status = os.stat(path)
     size = status.st_size if is_file else 0
     return int(is_file), status.st_mtime_ns, status.st_ctime_ns, status.st_ino, size
 
 
 def _text(lines: list[str]) -> NDArray[np.uint8]:
-    """Names can hold any byte but NUL."""
+    """Encode lines, which can contain any byte but NUL."""
     return np.frombuffer("\0".join(lines).encode("utf-8", "surrogateescape"), np.uint8)
 
 

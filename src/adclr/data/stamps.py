@@ -1,7 +1,7 @@
-"""What tells a replaced image from the one that was there: its size and time of modification, or its content.
+"""Stamps tell whether an image was replaced: its size and time of modification, or a hash of its content.
 
-To ask a local disk for the stamps of a million images takes about 8 seconds (2 cores), a network longer; a search
-for added and removed files needs only the folders. Contents are read only where they are asked for.
+Reading the stamps of a million images from a local disk takes about 8 seconds (2 cores), from a network longer; to find
+added and removed files only the folders are read. Contents are read only if `data.check=content` is set.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from adclr.system.files import write_atomically
 from adclr.system.progress import track
 
 Check = Literal["time", "content"]
-TOGETHER = 256  # images that a thread asks for at once
-STAT_THREADS = 16  # wait for a network file system together; a local disk is as fast with fewer
+CHUNK = 256  # images that a thread handles at once
+STAT_THREADS = 16  # for a network file system; a local disk is as fast with fewer
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ class Stamps:
         return len(self.sizes)
 
     def of(self, indices: NDArray[np.int64]) -> Stamps:
+        """Return the stamps of some images."""
         contents = None if self.contents is None else self.contents[indices]
         return Stamps(self.sizes[indices], self.times[indices], contents)
 
     def digests(self) -> dict[str, str]:
-        """Returns one hash of all sizes and times, and one of all contents if they were read."""
+        """Return one hash of all sizes and times, and one of all contents if they were read."""
         hashes = {"time": _digest(np.stack([self.sizes, self.times]))}
         return hashes if self.contents is None else hashes | {"content": _digest(self.contents)}
 
     def save(self, path: Path, keys: Words) -> None:
-        """Writes them to an .npz file in the order of the images' keys, whole or not at all."""
+        """Write them to an .npz file in the order of the images' keys, whole or not at all."""
         order, buffer = np.argsort(keys, kind="stable"), io.BytesIO()
         sorted_ = self.of(order)
         arrays = {"keys": keys[order], "sizes": sorted_.sizes, "times": sorted_.times}
@@ -60,7 +61,7 @@ class Stamps:
 
 
 def take(source: Source, check: Check = "time", num_threads: int | None = None) -> Stamps:
-    """Returns the stamps of all images; with `check="content"` every image is read."""
+    """Return the stamps of all images; with `check="content"` every image is read."""
     count = len(source)
     pairs = np.array(_each(source.stamp, count, STAT_THREADS), np.int64).reshape(count, 2)
     stamps = Stamps(pairs[:, 0], pairs[:, 1])
@@ -78,13 +79,13 @@ def take(source: Source, check: Check = "time", num_threads: int | None = None) 
 
 
 def fingerprint(source: Source) -> str:
-    """Returns a hash of the names and sizes of all images: the same wherever the collection lies."""
+    """Return a hash of the names and sizes of all images: the same wherever the collection is stored."""
     order = np.argsort(source.keys, kind="stable")
     return _digest(np.stack([source.keys[order].view(np.int64), take(source).sizes[order]]))
 
 
 def load(path: Path, keys: Words) -> Stamps | None:
-    """Returns the stamps that were saved for images of these keys, in their order; None if there are none."""
+    """Return the stamps that were saved for images of these keys, in their order; None if there are none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             known = file["keys"].astype(np.uint64)
@@ -100,12 +101,12 @@ def load(path: Path, keys: Words) -> Stamps | None:
 
 
 def replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
-    """Returns the indices of images that are other files than before.
+    """Return the indices of images that are other files than before.
 
     By content, if that was asked for both times. Else an image was replaced if its size differs, or its time, unless no
-    image at all has kept its time: then the collection was copied or unpacked anew, which gives every file a new time
+    image at all has its old time: then the collection was copied or unpacked again, which gives every file a new time
     and must not end a run, so that sizes decide alone. A replacement of every image by one of the same size is the
-    price of that; `check="content"` notices it.
+    cost of that; `check="content"` notices it.
     """
     if check == "content" and before.contents is not None and now.contents is not None:
         return np.flatnonzero(before.contents != now.contents)
@@ -116,14 +117,14 @@ def replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
 
 
 def _each(function: Callable[[int], Any], count: int, num_threads: int, name: str = "") -> list[Any]:
-    """What a function gives for each index, in order; several at once by each thread."""
-    starts = range(0, count, TOGETHER)
+    """Return what a function returns for each index, in order; computed by threads in chunks."""
+    starts = range(0, count, CHUNK)
 
-    def some(start: int) -> list[Any]:
-        return [function(index) for index in range(start, min(start + TOGETHER, count))]
+    def values_from(start: int) -> list[Any]:
+        return [function(index) for index in range(start, min(start + CHUNK, count))]
 
     with ThreadPoolExecutor(num_threads) as pool:
-        lists = track(pool.map(some, starts), name, len(starts), show=bool(name))
+        lists = track(pool.map(values_from, starts), name, len(starts), show=bool(name))
         return [value for values in lists for value in values]
 
 

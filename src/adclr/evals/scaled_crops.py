@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.augment import Packed
 from adclr.data.augment.photometric import hue
 from adclr.data.draws import Draws, Words, epoch_order
 from adclr.data.feed import Batch, Feed
+from adclr.data.packed import Packed
 from adclr.data.prefetch import Ahead
 from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
 from adclr.evals.frames import fitting

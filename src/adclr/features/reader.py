@@ -18,11 +18,11 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.augment import Packed
 from adclr.data.augment.resample import needed
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
+from adclr.data.packed import Packed
 from adclr.data.sources import Source, fail, reason_of
 from adclr.system import triton_available
 from adclr.system.devices import send, stream

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data import stamps
-from adclr.data.augment import Views, render
+from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
-from adclr.data.draws import combine, epoch_order, key_of
-from adclr.data.feed import Batch, Feed
+from adclr.data.draws import combine, key_of
+from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
-from adclr.data.prefetch import Ahead
 from adclr.data.stamps import Stamps
-from adclr.data.views import Plan, plan
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
 from adclr.system import distributed, machine
@@ -74,6 +69,7 @@ class Job:
     state: checkpoint.State | None  # where it was resumed, if it was
     schedules: Schedules
     feed: Feed
+    batches: TrainingBatches
     device: torch.device
     dtype: torch.dtype | None  # of autocast
     micro_batch: int  # images at once in this process
@@ -128,6 +124,7 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
     feed.keep(settings.data.cache, device)
+    micro_batch = _micro_batch(settings, state, method, device, dtype)
     return Job(
         settings=settings,
         run=run,
@@ -136,9 +133,10 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         state=state,
         schedules=Schedules(settings, len(source) // settings.train.batch_size),
         feed=feed,
+        batches=TrainingBatches(settings, feed, device, micro_batch),
         device=device,
         dtype=dtype,
-        micro_batch=_micro_batch(settings, state, method, device, dtype),
+        micro_batch=micro_batch,
         meter=Meter(device, settings.train.log_every_steps),
         fingerprint=source.fingerprint(),
         stamps=now,
@@ -188,56 +186,7 @@ def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | No
         )
 
 
-def order(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(epoch, indices) of every micro-batch of this process, from a step on."""
-    local = job.settings.train.batch_size // distributed.world_size()
-    for epoch, batch in batches_of(job, start):
-        mine = batch[distributed.rank() * local :][:local]
-        for micro in range(0, local, job.micro_batch):
-            yield epoch, mine[micro : micro + job.micro_batch]
-
-
-def batches_of(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(epoch, indices) of every step from one on, over all processes."""
-    per_epoch, size = job.schedules.steps_per_epoch, job.settings.train.batch_size
-    for step in range(start, job.schedules.total_steps):
-        epoch, place = divmod(step, per_epoch)
-        if place == 0 or step == start:
-            shuffled = epoch_order(job.settings.train.seed, epoch, job.feed.source.keys)
-        yield epoch, shuffled[place * size : (place + 1) * size]
-
-
-def keys_of(job: Job, step: int) -> list[str]:
-    """Of the images of a step, which is counted from 1."""
-    _, indices = next(batches_of(job, step - 1))
-    return [f"{key:016x}" for key in job.feed.source.keys[indices]]
-
-
-def views_of(job: Job, order: Iterable[tuple[int, NDArray[np.int64]]]) -> Ahead[Views]:
-    """The views of each (epoch, indices)."""
-    data = job.settings.data
-    batches = job.feed.batches(order, lambda epoch, keys, sizes: plan(job.settings, epoch, keys, sizes))
-
-    def make(batch: Batch[Plan]) -> Views:
-        return render(batch.packed.to(job.device), batch.plan, data.mean, data.std)
-
-    return Ahead(batches, make, job.device)
-
-
 def teacher(job: Job) -> Weights:
     """As an evaluation takes it; all processes must ask."""
     data = job.settings.data
     return Weights(job.teacher().backbone, data.mean, data.std, data.max_value)
-
-
-def seeded(job: Job, views: Iterator[Views], step: int) -> Iterator[Views]:
-    """The views of each micro-batch of a step."""
-    for micro in range(job.accumulate):
-        seen = next(views)
-        torch.manual_seed(drop_path_seed(job.settings, step, micro))
-        yield seen
-
-
-def drop_path_seed(settings: Settings, step: int, micro: int) -> int:
-    """Drop path is all that draws from a generator; it starts anew here so that a resumed step draws the same."""
-    return combine(settings.train.seed, step, distributed.rank(), micro) % 2**63

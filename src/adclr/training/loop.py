@@ -24,7 +24,7 @@ from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
 from adclr.training.checkpoint_writer import Writer
-from adclr.training.job import Job, assemble, keys_of, order, seeded, teacher, views_of
+from adclr.training.job import Job, assemble, teacher
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
 from adclr.training.micro_batch import fitted
@@ -138,10 +138,14 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
     settings, schedules, total = job.settings, job.schedules, job.schedules.total_steps
     every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
     pictured = moments(total) if settings.train.report else ()
-    views, stop = views_of(job, order(job, start)), False
+    views, stop = job.batches.from_step(start), False
+
+    def keys_of(done: int) -> list[str]:
+        return job.batches.step_keys(done - 1)
+
     try:
         with (
-            Journal(settings, job.run, schedules, job.meter, views, lambda step: keys_of(job, step), start) as journal,
+            Journal(settings, job.run, schedules, job.meter, views, keys_of, start) as journal,
             Signals(journal.say) as signals,
             Writer(job.run, settings, journal.say) as writer,
         ):
@@ -152,7 +156,7 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
                     live.begin(start)
             for step in range(start, total):
                 values = schedules.at(step)
-                losses, ok = take(seeded(job, views, step), values)
+                losses, ok = take(job.batches.step_views(views, step), values)
                 done = step + 1
                 look = partial(_look, job, views, values)
                 journal.step(done, values, losses, ok, look)

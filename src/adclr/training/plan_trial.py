@@ -21,6 +21,7 @@ import torch
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.decode import Pixels
+from adclr.data.packed import pack
 from adclr.data.views import plan
 from adclr.model.method import ADCLR
 from adclr.training import plan_cost, schedules, speed
@@ -116,7 +117,7 @@ def time_steps(
 
 def time_views(settings: Settings, images: Sequence[Pixels]) -> float:
     """Times the views of decoded images on a CPU; images/s."""
-    packed, keys = augment.pack(list(images)), np.arange(len(images), dtype=np.uint64)
+    packed, keys = pack(list(images)), np.arange(len(images), dtype=np.uint64)
     mean, std = settings.data.mean, settings.data.std
 
     def render(epoch: int) -> None:

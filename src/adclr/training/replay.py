@@ -28,7 +28,7 @@ from adclr.system import machine
 from adclr.system.devices import choose, deterministic
 from adclr.system.files import write_json
 from adclr.system.progress import track
-from adclr.training.job import Job, assemble, batches_of, order, seeded, views_of
+from adclr.training.job import Job, assemble
 from adclr.training.launch import Launch
 from adclr.training.meter import NAMES
 from adclr.training.schedules import Values
@@ -66,12 +66,12 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
 
 def _go_to(job: Job, take: Step, start: int, step: int) -> dict[str, Any]:
     """Does the steps before it; whether it is void itself, which leaves all as it is."""
-    views = views_of(job, order(job, start))
+    views = job.batches.from_step(start)
     try:
         for number in track(range(start, step - 1), f"to step {step}", step - 1 - start):
-            take(seeded(job, views, number), job.schedules.at(number))
+            take(job.batches.step_views(views, number), job.schedules.at(number))
         state = copy.deepcopy(job.method.state_dict())
-        losses, ok = take(seeded(job, views, step - 1), job.schedules.at(step - 1))
+        losses, ok = take(job.batches.step_views(views, step - 1), job.schedules.at(step - 1))
         job.method.load_state_dict(state)  # a good step would have moved it
     finally:
         views.close()
@@ -89,7 +89,7 @@ def _look(job: Job, step: int) -> dict[str, Any]:
     """What in the step is not finite."""
     for backbone in (job.method.student.backbone, job.method.teacher.backbone):
         backbone.plain_blocks()  # compiled ones would be compiled again for every number of images
-    epoch, indices = next(batches_of(job, step - 1))
+    epoch, indices = job.batches.step_indices(step - 1)
     values = job.schedules.at(step - 1)
 
     def bad(some: Indices, dtype: torch.dtype | None = job.dtype) -> bool:
@@ -134,7 +134,7 @@ def _culprits(bad: Callable[[Indices], bool], indices: Indices) -> Iterator[int]
 
 def _views(job: Job, epoch: int, indices: Indices) -> Iterator[Views]:
     parts = (indices[i : i + job.micro_batch] for i in range(0, len(indices), job.micro_batch))
-    views = views_of(job, ((epoch, part) for part in parts))
+    views = job.batches.prefetch((epoch, part) for part in parts)
     try:
         yield from views
     finally:

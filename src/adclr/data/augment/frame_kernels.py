@@ -1,13 +1,11 @@
-"""Whole images of any sizes resized by Triton kernels as Pillow does it, of each only the frame that is wanted.
+"""Triton kernels that resize whole images of any sizes as Pillow does, computing only a frame of each.
 
-Across first, rounded to bytes, then down, rounded again: Pillow's order, so that pixels are Pillow's but for ties
+Across first, rounded to bytes, then down, rounded again: Pillow's order, so that pixels equal Pillow's except for ties
 (its weights have 22 bits, ours 24). The kernels of the views in `kernels.py` do not round in between and go down first,
-which is faster; where results are to be compared with other programs', one level of 255 counts.
+which is faster; where results are compared with those of other programs, one level of 255 counts.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,28 +16,31 @@ from torch import Tensor
 
 from adclr.data.augment.kernels import _cubic
 from adclr.data.augment.resample import needed
+from adclr.data.packed import Packed
 from adclr.system.devices import send
 
-# An image is 13 numbers of the table: where it begins, its height and width; rows and columns it is resized to; top,
-# left, height and width of the frame in them; the first of its own rows that the frame needs, and how many; where its
-# half-resized form and its frame begin.
+# An image has 13 numbers in the table: its offset, height and width; rows and columns it is resized to; top, left,
+# height and width of the frame in them; the first of its rows that the frame needs, and how many; the offsets of its
+# half-resized form and of its frame.
 ENTRY = 13
-ROWS, COLUMNS = 8, 128  # of a frame that a program makes at once
+ROWS, COLUMNS = 8, 128  # of a frame that a program computes at once
 WARPS = 4
 HALF = 2**29  # bytes of half-resized images held at once
 
 
 @triton.jit
 def _reach(target, length, size):
-    """Of outputs `target` of `size` on an axis of `length`: the first tap, how many, their first place in the kernel
-    and the step from one to the next. In 64 bits: at pixel 50 000 those of float32 are 1/256 of a pixel apart."""
+    """Return the first tap, the number of taps, the first position in the kernel and the step between taps.
+
+    Of outputs `target` of `size` on an axis of `length`, in 64 bits: at pixel 50 000, float32 has steps of 1/256 pixel.
+    """
     scale = length.to(tl.float64) / size.to(tl.float64)
     wide = tl.maximum(scale, 1.0)
     center = (target.to(tl.float64) + 0.5) * scale
     first = tl.maximum(tl.floor(center - 2.0 * wide + 0.5), 0.0)
     last = tl.minimum(tl.floor(center + 2.0 * wide + 0.5), length.to(tl.float64))
-    place = (first - center + 0.5) / wide
-    return first.to(tl.int32), (last - first).to(tl.int32), place.to(tl.float32), (1.0 / wide).to(tl.float32)
+    position = (first - center + 0.5) / wide
+    return first.to(tl.int32), (last - first).to(tl.int32), position.to(tl.float32), (1.0 / wide).to(tl.float32)
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _to_byte(x):
 
 @triton.jit
 def _across(data, table, half, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows that the frame needs, to its columns: half[start + (channel·used + row)·width + column]."""
+    """Resize the rows that the frame needs to its columns: half[start + (channel·used + row)·width + column]."""
     entry = table + tl.program_id(0) * ENTRY
     base, height, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     size, left, width = tl.load(entry + 4), tl.load(entry + 6), tl.load(entry + 8)
@@ -58,20 +59,20 @@ def _across(data, table, half, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if (tl.program_id(1) * ROWS < used) & (tl.program_id(2) * COLUMNS < width):
         inside = (row < used)[:, None] & (column < width)[None, :]
-        first, taps, place, step = _reach(left + column, length, size)
+        first, taps, position, step = _reach(left + column, length, size)
         count = tl.max(tl.where(column < width, taps, 0), axis=0)
         total = tl.zeros((COLUMNS,), tl.float32)
         for tap in range(count):
-            total += tl.where(tap < taps, _cubic(place + tap * step), 0.0)
-        total = tl.where(total == 0.0, 1.0, total)  # beside the frame
-        at = (top + row) * length
+            total += tl.where(tap < taps, _cubic(position + tap * step), 0.0)
+        total = tl.where(total == 0.0, 1.0, total)  # outside of the frame
+        start_of_row = (top + row) * length
         for channel in range(channels):
             read = data + base + channel * height * length
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             for tap in range(count):
-                weight = tl.where(tap < taps, _cubic(place + tap * step), 0.0) / total
+                weight = tl.where(tap < taps, _cubic(position + tap * step), 0.0) / total
                 source = tl.minimum(first + tap, (length - 1).to(tl.int32))
-                pixel = tl.load(read + (at[:, None] + source[None, :]), mask=inside, other=0)
+                pixel = tl.load(read + (start_of_row[:, None] + source[None, :]), mask=inside, other=0)
                 sums += pixel.to(tl.float32) * weight[None, :]
             write = half + start + channel * used * width
             tl.store(write + (row[:, None] * width + column[None, :]), _to_byte(sums), mask=inside)
@@ -79,7 +80,7 @@ def _across(data, table, half, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _down(half, table, frames, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of `half` to the rows of the frame: frames[start + (channel·height + row)·width + column]."""
+    """Resize the columns of `half` to the rows of the frame: frames[start + (channel·height + row)·width + column]."""
     entry = table + tl.program_id(0) * ENTRY
     length, size, top = tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 5)
     height, width = tl.load(entry + 7), tl.load(entry + 8)
@@ -88,17 +89,17 @@ def _down(half, table, frames, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if (tl.program_id(1) * ROWS < height) & (tl.program_id(2) * COLUMNS < width):
         inside = (row < height)[:, None] & (column < width)[None, :]
-        first, taps, place, step = _reach(top + row, length, size)
+        first, taps, position, step = _reach(top + row, length, size)
         count = tl.max(tl.where(row < height, taps, 0), axis=0)
         total = tl.zeros((ROWS,), tl.float32)
         for tap in range(count):
-            total += tl.where(tap < taps, _cubic(place + tap * step), 0.0)
+            total += tl.where(tap < taps, _cubic(position + tap * step), 0.0)
         total = tl.where(total == 0.0, 1.0, total)
         for channel in range(channels):
             read = half + start + channel * used * width
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             for tap in range(count):
-                weight = tl.where(tap < taps, _cubic(place + tap * step), 0.0) / total
+                weight = tl.where(tap < taps, _cubic(position + tap * step), 0.0) / total
                 source = tl.minimum(first - begin + tap, used - 1) * width
                 pixel = tl.load(read + (source[:, None] + column[None, :]), mask=inside, other=0)
                 sums += pixel.to(tl.float32) * weight[:, None]
@@ -106,8 +107,8 @@ def _down(half, table, frames, channels, ENTRY: tl.constexpr, ROWS: tl.constexpr
             tl.store(write + (row[:, None] * width + column[None, :]), _to_byte(sums), mask=inside)
 
 
-def resize(packed: Any, frames: NDArray[np.int64], places: NDArray[np.int64], out: Tensor) -> None:
-    """Writes the frame of each packed image, C×height×width, to its place in `out`, flat bytes on the same device.
+def resize(packed: Packed, frames: NDArray[np.int64], offsets: NDArray[np.int64], out: Tensor) -> None:
+    """Write the frame of each packed image, C×height×width, to its offset in `out`, flat bytes on the same device.
 
     `frames` is n×6: rows and columns that the whole image is resized to, top, left, height and width of the frame.
     """
@@ -115,7 +116,7 @@ def resize(packed: Any, frames: NDArray[np.int64], places: NDArray[np.int64], ou
     table = np.empty((len(frames), ENTRY), np.int64)
     table[:, 0], table[:, 1:3], table[:, 3:9] = packed.offsets, packed.sizes, frames
     table[:, 9], table[:, 10] = needed(packed.sizes[:, 0], frames[:, 0], frames[:, 2], frames[:, 4])
-    table[:, 12] = places
+    table[:, 12] = offsets
     sizes = channels * table[:, 10] * table[:, 8]
     ends, first = np.cumsum(sizes), 0
     while first < len(table):

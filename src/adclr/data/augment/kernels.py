@@ -1,10 +1,10 @@
-"""The views of `augment.render` in a few Triton kernels, for NVIDIA GPUs; the plain operations are their oracle.
+"""Triton kernels that render the views of `augment.render` on NVIDIA GPUs; the plain operations are their reference.
 
 Five launches for each kind of crop: the weights of the resizing, resize down the columns straight from the packed
-images and then across the rows, colours, and blur with solarise and normalise. A program works on one crop, so a view
-cannot depend on its neighbours. Resizing and blur are products with a band of weights, for which tensor cores are made;
-a source pixel is then read once or twice, not once for each output it goes into. Bytes are exact in float16; weights
-and pixels on their way, kept around 0, are rounded to it, which moves a pixel by up to 0.1 of 255 at each step.
+images and then across the rows, colors, and blur with solarize and normalize. A program works on one crop, so a view
+cannot depend on its neighbors. Resizing and blur are products with a band of weights, which run on tensor cores; a
+source pixel is then read once or twice, not once for each output that it contributes to. Bytes are exact in float16;
+weights and intermediate pixels, centered at 0, are rounded to it, which changes a pixel by up to 0.1 of 255 each time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A crop is 7 numbers of the table: where its first pixel lies, bytes of a row and of a channel of its image, its height
-# and width, whether it is flipped, and where its half-resized form begins.
+# A crop has 7 numbers in the table: the offset of its first pixel, bytes of a row and of a channel of its image, its
+# height and width, whether it is flipped, and the offset of its half-resized form.
 ENTRY = 7
-# 7 choices: whether colours are jittered, made grey, solarised; the order of the jitter. 5 factors: its four, sigma.
+# 7 choices: whether colors are jittered, made gray, solarized; the order of the jitter. 5 factors: its four, sigma.
 CHOICES, FACTORS = 7, 5
-# Of the resizing: outputs, columns and source pixels of a program's matrix product; of all else: pixels at once.
+# In the resizing: outputs, columns and source pixels of a program's matrix product; in the others: pixels at once.
 TILE, COLUMNS, DEPTH, PIXELS = 32, 128, 32, 1024
 WARPS, STAGES = 4, 1  # of the resizing
 HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
@@ -25,7 +25,7 @@ HALF = 2**27  # numbers of half-resized crops and weights held at once (256 MiB)
 
 @triton.jit
 def _cubic(x):
-    """Keys' kernel with a = -0.5."""
+    """Return Keys' kernel with a = -0.5."""
     x = tl.abs(x)
     near = (1.5 * x - 2.5) * x * x + 1.0
     far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
@@ -34,7 +34,7 @@ def _cubic(x):
 
 @triton.jit
 def _reach(target, length, size):
-    """Of outputs `target` of `size` on an axis of `length`: their centers, the kernel's width, first and last tap."""
+    """Return centers, kernel width, first and last tap of outputs `target` of `size` on an axis of `length`."""
     length = length.to(tl.float32)
     scale = length / size
     wide = tl.maximum(scale, 1.0)
@@ -46,7 +46,7 @@ def _reach(target, length, size):
 
 @triton.jit
 def _bands(table, bands, sums, size, blocks, most, ENTRY: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):
-    """The weights of `OUTPUTS` outputs for the sources from the first they reach on, float16, computed once for all.
+    """Compute the float16 weights of `OUTPUTS` outputs for the sources from the first that they reach on.
 
     bands[crop, axis, block, output, source - first], axis 0 down and 1 across, 0 outside an output's reach;
     sums[crop, axis, block, output] is what they add up to as rounded.
@@ -58,24 +58,24 @@ def _bands(table, bands, sums, size, blocks, most, ENTRY: tl.constexpr, OUTPUTS:
     output = tl.arange(0, OUTPUTS)
     center, wide, first, last = _outputs(block * OUTPUTS + output, length, size, flip)
     begin, end = tl.min(first, axis=0), tl.max(last, axis=0)
-    place = ((n.to(tl.int64) * 2 + axis) * blocks + block) * OUTPUTS + output
+    row = ((n.to(tl.int64) * 2 + axis) * blocks + block) * OUTPUTS + output
     total = tl.zeros((OUTPUTS,), tl.float32)
     count = (end - begin).to(tl.int32)
-    for here in range(0, count, DEPTH):
-        source = here + tl.arange(0, DEPTH)
-        at = begin + source.to(tl.float32)[None, :]
-        weight = _cubic((at - center[:, None] + 0.5) / wide)
-        weight = tl.where((at >= first[:, None]) & (at < last[:, None]), weight, 0.0).to(tl.float16)
+    for offset in range(0, count, DEPTH):
+        source = offset + tl.arange(0, DEPTH)
+        position = begin + source.to(tl.float32)[None, :]
+        weight = _cubic((position - center[:, None] + 0.5) / wide)
+        weight = tl.where((position >= first[:, None]) & (position < last[:, None]), weight, 0.0).to(tl.float16)
         total += tl.sum(weight.to(tl.float32), axis=1)
-        tl.store(bands + (place[:, None] * most + source[None, :]), weight)
-    tl.store(sums + place, total)
+        tl.store(bands + (row[:, None] * most + source[None, :]), weight)
+    tl.store(sums + row, total)
 
 
 @triton.jit
-def _outputs(place, length, size, flip):
-    """`_reach` of outputs, those past the end taken as the last; mirrored if need be."""
-    place = tl.minimum(place, size - 1)
-    return _reach(tl.where(flip > 0, size - 1 - place, place), length, size)
+def _outputs(position, length, size, flip):
+    """Return `_reach` of outputs, mirrored if `flip`; outputs past the end count as the last."""
+    position = tl.minimum(position, size - 1)
+    return _reach(tl.where(flip > 0, size - 1 - position, position), length, size)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _down(
     data, table, bands, totals, half, size, channels, blocks, most,
     ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Each column of each crop to `size` rows: half[start + (channel·size + row)·width + column], less 128."""
+    """Resize each column of each crop to `size` rows: half[start + (channel·size + row)·width + column], less 128."""
     n, block = tl.program_id(0), tl.program_id(1)
     entry = table + n * ENTRY
     base, stride, plane = tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2)
@@ -95,14 +95,14 @@ def _down(
     if tl.program_id(2) * COLUMNS < width:
         _, _, first, last = _outputs(row, height, size, 0)
         begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
-        place = (n.to(tl.int64) * 2 * blocks + block) * ROWS
-        band = bands + place * most
-        total = tl.load(totals + place + output)
+        band_row = (n.to(tl.int64) * 2 * blocks + block) * ROWS
+        band = bands + band_row * most
+        total = tl.load(totals + band_row + output)
         for channel in range(channels):
             read = data + base + channel * plane + begin * stride
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for here in range(0, end - begin, DEPTH):
-                source = here + tl.arange(0, DEPTH)
+            for offset in range(0, end - begin, DEPTH):
+                source = offset + tl.arange(0, DEPTH)
                 weight = tl.load(band + (output[:, None] * most + source[None, :]))
                 inside = (source < height - begin)[:, None] & (column < width)[None, :]
                 pixel = tl.load(read + (source[:, None] * stride + column[None, :]), mask=inside, other=0)
@@ -118,7 +118,7 @@ def _across(
     half, table, bands, totals, crops, size, channels, blocks, most,
     ENTRY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The columns of `half` to `size` columns, flipped if need be: crops[crop, channel, row, column] - 0.5, of 1."""
+    """Resize the rows of `half` to `size` columns, perhaps flipped: crops[crop, channel, row, column] - 0.5, of 1."""
     n, block = tl.program_id(0), tl.program_id(2)
     entry = table + n * ENTRY
     width, flip = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
@@ -128,14 +128,14 @@ def _across(
     column = block * COLUMNS + output
     _, _, first, last = _outputs(column, width, size, flip)
     begin, end = tl.min(first, axis=0).to(tl.int32), tl.max(last, axis=0).to(tl.int32)
-    place = ((n.to(tl.int64) * 2 + 1) * blocks + block) * COLUMNS
-    band = bands + place * most
-    total = tl.load(totals + place + output)
+    band_row = ((n.to(tl.int64) * 2 + 1) * blocks + block) * COLUMNS
+    band = bands + band_row * most
+    total = tl.load(totals + band_row + output)
     for channel in range(channels):
         read = half + start + channel * size * width + begin
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for here in range(0, end - begin, DEPTH):
-            source = here + tl.arange(0, DEPTH)
+        for offset in range(0, end - begin, DEPTH):
+            source = offset + tl.arange(0, DEPTH)
             weight = tl.load(band + (output[None, :] * most + source[:, None]))
             inside = (row < size)[:, None] & (source < width - begin)[None, :]
             value = tl.load(read + (row[:, None] * width + source[None, :]), mask=inside, other=0.0)
@@ -160,7 +160,7 @@ def _luma(r, g, b):
 
 @triton.jit
 def _ramp(turned, start, value, chroma):
-    """One channel of a hue in sixths of a turn; % of Triton keeps the sign, so the remainder is written out."""
+    """Return one channel of a hue in sixths of a turn; Triton's % has the sign of its operand, so it is not used."""
     k = turned + start
     k = k - 6.0 * tl.floor(k / 6.0)
     return value - chroma * _unit(tl.minimum(k, 4.0 - k))
@@ -168,7 +168,7 @@ def _ramp(turned, start, value, chroma):
 
 @triton.jit
 def _jitter(r, g, b, step, factor, mean):
-    """One step of the jitter: 0 brightness, 1 contrast (against `mean`), 2 saturation, 3 hue."""
+    """Apply one step of the jitter: 0 brightness, 1 contrast (against `mean`), 2 saturation, 3 hue."""
     if step == 0:
         r, g, b = _unit(r * factor), _unit(g * factor), _unit(b * factor)
     if step == 1:
@@ -190,49 +190,49 @@ def _jitter(r, g, b, step, factor, mean):
 
 
 @triton.jit
-def _load(base, at, pixels, inside):
-    red = tl.load(base + at, mask=inside, other=0.0).to(tl.float32) + 0.5
-    green = tl.load(base + pixels + at, mask=inside, other=0.0).to(tl.float32) + 0.5
-    return red, green, tl.load(base + 2 * pixels + at, mask=inside, other=0.0).to(tl.float32) + 0.5
+def _load(base, index, pixels, inside):
+    red = tl.load(base + index, mask=inside, other=0.0).to(tl.float32) + 0.5
+    green = tl.load(base + pixels + index, mask=inside, other=0.0).to(tl.float32) + 0.5
+    return red, green, tl.load(base + 2 * pixels + index, mask=inside, other=0.0).to(tl.float32) + 0.5
 
 
 @triton.jit
-def _colours(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl.constexpr, PIXELS: tl.constexpr):
-    """Jitter in its order, then grey, in place; contrast needs the mean luma, so what precedes it is done twice."""
+def _colors(crops, choices, factors, pixels, CHOICES: tl.constexpr, FACTORS: tl.constexpr, PIXELS: tl.constexpr):
+    """Apply jitter in its order, then gray, in place; contrast needs the mean luma, so what precedes it runs twice."""
     n = tl.program_id(0).to(tl.int64)
-    jitter, to_grey = tl.load(choices + n * CHOICES), tl.load(choices + n * CHOICES + 1)
+    jitter, to_gray = tl.load(choices + n * CHOICES), tl.load(choices + n * CHOICES + 1)
     order, factors = choices + n * CHOICES + 3, factors + n * FACTORS
     base = crops + n * 3 * pixels
     mean = 0.0
     if jitter > 0:
         total = tl.zeros((PIXELS,), tl.float32)
         for begin in range(0, pixels, PIXELS):
-            at = begin + tl.arange(0, PIXELS)
-            inside = at < pixels
-            r, g, b = _load(base, at, pixels, inside)
-            before = 1  # until contrast comes
-            for place in range(4):
-                step = tl.load(order + place)
+            index = begin + tl.arange(0, PIXELS)
+            inside = index < pixels
+            r, g, b = _load(base, index, pixels, inside)
+            before = 1  # until contrast
+            for position in range(4):
+                step = tl.load(order + position)
                 before = tl.where(step == 1, 0, before)
                 if before > 0:
                     r, g, b = _jitter(r, g, b, step, tl.load(factors + step), 0.0)
             total += tl.where(inside, _luma(r, g, b), 0.0)
         mean = tl.sum(total, axis=0) / pixels
-    if (jitter > 0) | (to_grey > 0):
+    if (jitter > 0) | (to_gray > 0):
         for begin in range(0, pixels, PIXELS):
-            at = begin + tl.arange(0, PIXELS)
-            inside = at < pixels
-            r, g, b = _load(base, at, pixels, inside)
+            index = begin + tl.arange(0, PIXELS)
+            inside = index < pixels
+            r, g, b = _load(base, index, pixels, inside)
             if jitter > 0:
-                for place in range(4):
-                    step = tl.load(order + place)
+                for position in range(4):
+                    step = tl.load(order + position)
                     r, g, b = _jitter(r, g, b, step, tl.load(factors + step), mean)
-            if to_grey > 0:
+            if to_gray > 0:
                 luma = _luma(r, g, b)
                 r, g, b = luma, luma, luma
-            tl.store(base + at, r - 0.5, mask=inside)
-            tl.store(base + pixels + at, g - 0.5, mask=inside)
-            tl.store(base + 2 * pixels + at, b - 0.5, mask=inside)
+            tl.store(base + index, r - 0.5, mask=inside)
+            tl.store(base + pixels + index, g - 0.5, mask=inside)
+            tl.store(base + 2 * pixels + index, b - 0.5, mask=inside)
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def _finish(
     crops, views, choices, factors, center, scale, size, channels, radius,
     CHOICES: tl.constexpr, FACTORS: tl.constexpr, TILE: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """A Gaussian reflected at the border, solarise, each where it is drawn, and normalise: a tile of a channel."""
+    """Blur (reflected at the border) and solarize where drawn, and normalize: a tile of a channel."""
     n, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.cdiv(size, TILE)
     channel, top, left = tile // (tiles * tiles), tile // tiles % tiles * TILE, tile % tiles * TILE
     plane = (n * channels + channel) * size * size
@@ -271,7 +271,7 @@ def _finish(
 
 
 @triton.jit
-def _reflect(place, size):
-    """Of places at most as far outside as the image is long; those that lie farther are kept inside somehow."""
-    place = tl.abs(place)
-    return tl.maximum(tl.where(place >= size, 2 * size - 2 - place, place), 0)
+def _reflect(position, size):
+    """Reflect positions that are at most the image's length outside; others become some position inside."""
+    position = tl.abs(position)
+    return tl.maximum(tl.where(position >= size, 2 * size - 2 - position, position), 0)

@@ -1,4 +1,4 @@
-"""Launches the kernels of `kernels.py`: crops of a packed batch, all that is drawn for them sent in one copy."""
+"""Launching of the kernels of `kernels.py` for the crops of a packed batch; their parameters are sent in one copy."""
 
 from __future__ import annotations
 
@@ -13,65 +13,68 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr.data import views as planning
 from adclr.data.augment import kernels
 from adclr.data.augment.photometric import BLUR_RADIUS
+from adclr.data.packed import Packed
+from adclr.data.views import Crops
 from adclr.system.devices import send_all
 
 
 class _Resizing(NamedTuple):
+    """How crops are resized."""
+
     table: NDArray[np.int64]  # crops×ENTRY
-    numbers: NDArray[np.int64]  # of the half-resized form of each
+    half_sizes: NDArray[np.int64]  # elements of the half-resized form of each
     groups: list[slice]  # crops that are resized together
 
 
-def _plan(packed: Any, count: int, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> _Resizing:
-    """How `count` crops of each image, view-major, are resized."""
+def _plan(packed: Packed, count: int, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> _Resizing:
+    """Plan the resizing of `count` crops of each image, view-major."""
     sizes = np.tile(packed.sizes, (count, 1))
     table = np.empty((len(boxes), kernels.ENTRY), np.int64)
     table[:, 0] = np.tile(packed.offsets, count) + boxes[:, 0] * sizes[:, 1] + boxes[:, 1]
     table[:, 1], table[:, 2] = sizes[:, 1], sizes[:, 0] * sizes[:, 1]
     table[:, 3:5], table[:, 5] = boxes[:, 2:], flip
-    numbers = packed.num_channels * size * boxes[:, 3]
-    groups = _groups(numbers + 2 * triton.cdiv(size, _tile(size)) * _tile(size) * _most(boxes, size))
+    half_sizes = packed.num_channels * size * boxes[:, 3]
+    groups = _groups(half_sizes + 2 * triton.cdiv(size, _tile(size)) * _tile(size) * _most(boxes, size))
     for group in groups:
-        table[group, 6] = np.cumsum(numbers[group]) - numbers[group]
-    return _Resizing(table, numbers, groups)
+        table[group, 6] = np.cumsum(half_sizes[group]) - half_sizes[group]
+    return _Resizing(table, half_sizes, groups)
 
 
-def _resized(packed: Any, entries: Tensor, plan: _Resizing, boxes: NDArray[np.int64], size: int) -> Tensor:
-    """Crops in [0, 1], less 0.5, in float16."""
+def _resize_groups(packed: Packed, entries: Tensor, plan: _Resizing, boxes: NDArray[np.int64], size: int) -> Tensor:
+    """Return crops in [0, 1], less 0.5, in float16."""
     out = torch.empty(len(boxes), packed.num_channels, size, size, device=entries.device, dtype=torch.float16)
     for group in plan.groups:
-        _resize(packed.bytes, entries[group], boxes[group], int(plan.numbers[group].sum()), out[group])
+        _resize(packed.bytes, entries[group], boxes[group], int(plan.half_sizes[group].sum()), out[group])
     return out
 
 
-def resize_crops(packed: Any, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
-    """B×C×size×size in [0, 1], one crop of each image."""
+def resize_crops(packed: Packed, boxes: NDArray[np.int64], flip: NDArray[np.bool_], size: int) -> Tensor:
+    """Return one crop of each image, B×C×size×size in [0, 1]."""
     plan = _plan(packed, 1, boxes, flip, size)
     (entries,) = send_all([plan.table], packed.bytes.device)
-    return _resized(packed, entries, plan, boxes, size).float() + 0.5
+    return _resize_groups(packed, entries, plan, boxes, size).float() + 0.5
 
 
 def render_crops(
-    packed: Any, kinds: Sequence[planning.Crops], mean: tuple[float, ...], std: tuple[float, ...]
+    packed: Packed, kinds: Sequence[Crops], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> list[Tensor]:
-    """V×B×C×S×S of each kind, as the plain `augment._render` makes them; their numbers go to the device together."""
+    """Return the crops of each kind, V×B×C×S×S, as the plain `augment._render` does; one copy sends all parameters."""
     device = packed.bytes.device
-    drawn = [_drawn(packed, crops) for crops in kinds]
+    drawn = [_parameters(packed, crops) for crops in kinds]
     sent = send_all([array for one in drawn for array in (one.resizing.table, one.choices, one.factors)], device)
     center, scale = _constants(mean, std, device)
-    made = []
-    for crops, one, numbers in zip(kinds, drawn, (sent[i : i + 3] for i in range(0, len(sent), 3)), strict=True):
+    views = []
+    for crops, one, tensors in zip(kinds, drawn, (sent[i : i + 3] for i in range(0, len(sent), 3)), strict=True):
         batch, count = crops.flip.shape
-        out = _rendered(packed, one, crops.size, numbers, center, scale)
-        made.append(out.view(count, batch, *out.shape[1:]))
-    return made
+        out = _render(packed, one, crops.size, tensors, center, scale)
+        views.append(out.view(count, batch, *out.shape[1:]))
+    return views
 
 
-class _Drawn(NamedTuple):
-    """Of each crop, view-major, as the method wants them."""
+class _Parameters(NamedTuple):
+    """What is drawn for each crop, view-major, as the method expects them."""
 
     boxes: NDArray[np.int64]
     resizing: _Resizing
@@ -79,7 +82,7 @@ class _Drawn(NamedTuple):
     factors: NDArray[np.float32]
 
 
-def _drawn(packed: Any, crops: planning.Crops) -> _Drawn:
+def _parameters(packed: Packed, crops: Crops) -> _Parameters:
     batch, count = crops.flip.shape
     number = batch * count
 
@@ -88,26 +91,28 @@ def _drawn(packed: Any, crops: planning.Crops) -> _Drawn:
 
     boxes = flat(crops.boxes)
     choices = np.empty((number, kernels.CHOICES), np.int32)
-    choices[:, 0], choices[:, 1], choices[:, 2] = flat(crops.jitter), flat(crops.grey), flat(crops.solarise)
+    choices[:, 0], choices[:, 1], choices[:, 2] = flat(crops.jitter), flat(crops.gray), flat(crops.solarize)
     choices[:, 3:] = flat(crops.order)
     factors = np.empty((number, kernels.FACTORS), np.float32)
     factors[:, :4], factors[:, 4] = flat(crops.factors), flat(crops.sigma)
-    return _Drawn(boxes, _plan(packed, count, boxes, flat(crops.flip), crops.size), choices, factors)
+    return _Parameters(boxes, _plan(packed, count, boxes, flat(crops.flip), crops.size), choices, factors)
 
 
-def _rendered(packed: Any, drawn: _Drawn, size: int, sent: Sequence[Tensor], center: Tensor, scale: Tensor) -> Tensor:
-    """Crops×C×size×size; `sent` are its table, choices and factors on the device."""
+def _render(
+    packed: Packed, drawn: _Parameters, size: int, sent: Sequence[Tensor], center: Tensor, scale: Tensor
+) -> Tensor:
+    """Return crops×C×size×size; `sent` are their table, choices and factors on the device."""
     entries, chosen, factors = sent
     number, channels = len(drawn.boxes), packed.num_channels
-    made = _resized(packed, entries, drawn.resizing, drawn.boxes, size)
+    crops = _resize_groups(packed, entries, drawn.resizing, drawn.boxes, size)
     if channels == 3 and drawn.choices[:, :2].any():
-        kernels._colours[(number,)](
-            made, chosen, factors, size * size, CHOICES=kernels.CHOICES, FACTORS=kernels.FACTORS, PIXELS=kernels.PIXELS
+        kernels._colors[(number,)](
+            crops, chosen, factors, size * size, CHOICES=kernels.CHOICES, FACTORS=kernels.FACTORS, PIXELS=kernels.PIXELS
         )
-    out = torch.empty(number, channels, size, size, device=made.device)
+    out = torch.empty(number, channels, size, size, device=crops.device)
     tile, radius = _tile(size), min(BLUR_RADIUS, size - 1)
     kernels._finish[(number, channels * triton.cdiv(size, tile) ** 2)](
-        made, out, chosen, factors, center, scale, size, channels, radius,
+        crops, out, chosen, factors, center, scale, size, channels, radius,
         CHOICES=kernels.CHOICES, FACTORS=kernels.FACTORS, TILE=tile, REACH=triton.next_power_of_2(tile + 2 * radius),
     )  # fmt: skip
     return out
@@ -117,12 +122,12 @@ def _rendered(packed: Any, drawn: _Drawn, size: int, sent: Sequence[Tensor], cen
 def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     center, scale = send_all([np.array(mean, np.float32), np.array(std, np.float32)], device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # other streams will read them
+        torch.cuda.synchronize(device)  # other streams read them
     return center, scale
 
 
 def _groups(numbers: NDArray[np.int64]) -> list[slice]:
-    """Runs of crops that need at most `kernels.HALF` numbers together, or one crop."""
+    """Return runs of crops that need at most `kernels.HALF` elements together, or one crop."""
     ends, groups, first = np.cumsum(numbers), [], 0
     while first < len(numbers):
         before = ends[first] - numbers[first]
@@ -133,7 +138,7 @@ def _groups(numbers: NDArray[np.int64]) -> list[slice]:
 
 
 def _resize(data: Tensor, entries: Tensor, boxes: NDArray[np.int64], half_size: int, out: Tensor) -> None:
-    """Crop and resize into `out`; `boxes` are the entries' on the host, for the sizes of the launches."""
+    """Crop and resize into `out`; `boxes` are those of the entries, on the host, for the sizes of the launches."""
     number, channels, size = out.shape[:3]
     half = torch.empty(half_size, device=out.device, dtype=torch.float16)
     tile = _tile(size)
@@ -159,12 +164,12 @@ def _resize(data: Tensor, entries: Tensor, boxes: NDArray[np.int64], half_size: 
 
 
 def _tile(size: int) -> int:
-    """Outputs of one product; it has at least 16 of everything."""
+    """Return the outputs of one matrix product, whose sides are at least 16."""
     return int(min(kernels.TILE, max(16, triton.next_power_of_2(size))))
 
 
 def _most(boxes: NDArray[np.int64], size: int) -> int:
-    """Sources that the outputs of one tile reach together at most, in whole steps of a product."""
+    """Return how many sources the outputs of one tile reach together at most, in whole steps of a product."""
     scale = max(1.0, int(boxes[:, 2:].max()) / size)
     reach = math.ceil((_tile(size) - 1) * scale + 4 * scale) + 2
     return -(-reach // kernels.DEPTH) * kernels.DEPTH

@@ -1,6 +1,6 @@
-"""Colour jitter in random order, grey, blur and solarise, each on the crops of a batch that are to have it.
+"""Color jitter in random order, gray, blur and solarize, each on some of the crops of a batch.
 
-Crops are n×3×S×S float32 in [0, 1]. Which crop gets what is known on the host, so that nothing waits for the device.
+Crops are n×3×S×S float32 in [0, 1]. The host knows which crop gets which, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ Array = NDArray[Any]
 BLUR_RADIUS = 6  # three deviations of the widest default blur
 
 
-def to_grey(x: Tensor) -> Tensor:
-    """n×1×S×S luma, ITU-R 601."""
+def to_gray(x: Tensor) -> Tensor:
+    """Return n×1×S×S luma, ITU-R 601."""
     r, g, b = x.unbind(1)
     return (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(1)
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Scale all channels."""
     return (x * factor).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    mean = to_grey(x).mean(dim=(1, 2, 3), keepdim=True)
+    """Scale the distance from the mean luma of the crop."""
+    mean = to_gray(x).mean(dim=(1, 2, 3), keepdim=True)
     return (x * factor + mean * (1 - factor)).clamp_(0, 1)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    return (x * factor + to_grey(x) * (1 - factor)).clamp_(0, 1)
+    """Scale the distance from the luma of each pixel."""
+    return (x * factor + to_gray(x) * (1 - factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turns the colour circle by `shift` of a full turn: RGB -> hue, saturation, value -> RGB."""
+    """Turn the color circle by `shift` of a full turn: RGB -> hue, saturation, value -> RGB."""
     r, g, b = x.unbind(1)
     value, _ = x.max(dim=1)
     chroma = value - x.amin(dim=1)
@@ -59,7 +62,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur, each crop with its own deviation, reflected at the border."""
+    """Apply a Gaussian blur to each crop with its own deviation, reflected at the border."""
     radius = min(BLUR_RADIUS, x.shape[-1] - 1)
     distance = torch.arange(-radius, radius + 1, device=x.device, dtype=torch.float32)
     kernel = torch.exp(-0.5 * (distance / sigma.view(-1, 1)) ** 2)  # n×taps
@@ -79,8 +82,8 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
     return whole
 
 
-def solarise(x: Tensor) -> Tensor:
-    """Inverts what is brighter than 128 of 255."""
+def solarize(x: Tensor) -> Tensor:
+    """Invert what is brighter than 128 of 255."""
     return torch.where(x >= 128 / 255, 1 - x, x)
 
 
@@ -88,23 +91,23 @@ JITTER: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (brightness, contrast, 
 
 
 def photometric(
-    x: Tensor, jitter: Array, factors: Array, order: Array, grey: Array, sigma: Array, solar: Array
+    x: Tensor, jitter: Array, factors: Array, order: Array, gray: Array, sigma: Array, solarized: Array
 ) -> Tensor:
-    """Applies to each crop what its row says: jitter n, factors n×4, order n×4, grey n, sigma n, solar n."""
+    """Apply to each crop what its row says: jitter n, factors n×4, order n×4, gray n, sigma n, solarized n."""
 
-    def alter(which: Array, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        chosen = np.flatnonzero(which)
+    def alter(selected: Array, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        chosen = np.flatnonzero(selected)
         if len(chosen):
             index = send(chosen, x.device)
             x[index] = change(x[index], index)
 
     strengths = send(factors.astype(np.float32), x.device).view(len(x), 4, 1, 1, 1)
     sigmas = send(sigma.astype(np.float32), x.device)
-    for place in range(4):
+    for position in range(4):
         for step, change in enumerate(JITTER):
-            chosen = jitter & (order[:, place] == step)
+            chosen = jitter & (order[:, position] == step)
             alter(chosen, lambda part, at, step=step, change=change: change(part, strengths[at, step]))  # type: ignore[misc]
-    alter(grey, lambda part, _: to_grey(part).expand_as(part))
+    alter(gray, lambda part, _: to_gray(part).expand_as(part))
     alter(sigma > 0, lambda part, at: blur(part, sigmas[at]))
-    alter(solar, lambda part, _: solarise(part))
+    alter(solarized, lambda part, _: solarize(part))
     return x

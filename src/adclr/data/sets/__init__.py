@@ -1,1 +1,59 @@
-"""Labeled data sets that evaluations read: classes, pixels, boxes, video, and the built-in scenes."""
+"""Labeled data sets: classes, masks, objects and videos; here what they share: the split, and checks of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adclr.config.sections import UserError
+from adclr.data.decode import Decoder, Unreadable, size_of
+from adclr.data.draws import Words, mix
+from adclr.system.machine import cpu_count
+from adclr.system.progress import track
+
+NUM_NAMED = 3  # problems that a message names
+Item = TypeVar("Item")
+
+
+def split_by_key(keys: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of a train and a val split: a fifth of the images, chosen by their keys, is val."""
+    held_out = mix(keys) % np.uint64(5) == 0
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def refuse(problems: Sequence[str], remedy: str) -> None:
+    """Raise `UserError` with the first problems and the remedy, if there are any."""
+    if problems:
+        more = f", and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
+        raise UserError(f"{'; '.join(problems[:NUM_NAMED])}{more}; {remedy}")
+
+
+def check_each(
+    items: Sequence[Item],
+    problem_of: Callable[[Item], str | None],
+    remedy: str,
+    title: str,
+    num_workers: int | None,
+    show: bool,
+) -> None:
+    """Check items by threads, before anything is trained on them, and refuse those with a problem."""
+    with ThreadPoolExecutor(num_workers or cpu_count()) as pool:
+        problems = list(track(pool.map(problem_of, items), title, len(items), show))
+    refuse([problem for problem in problems if problem], remedy)
+
+
+def image_size(read: Callable[[], bytes], expected: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return (height, width) of an upright image; None if it cannot be read, which is counted where it is used.
+
+    It is decoded only if the size in its header is not the expected one.
+    """
+    try:
+        data = read()
+        size = size_of(data)
+        return size if size == expected else Decoder()(data).shape[1:]
+    except (Unreadable, OSError):
+        return None

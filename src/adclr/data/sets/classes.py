@@ -1,5 +1,7 @@
-"""Labelled images: `DIR/train` + `DIR/val` with a sub-folder for each class, or one such folder that is split; or a
-public data set, `KIND:DIR`."""
+"""Images with a class each: `DIR/train` and `DIR/val` with a folder for each class, or one such folder that is split.
+
+Or a public data set, `KIND:DIR`.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +14,49 @@ from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.data.collection import open_source
-from adclr.data.draws import mix
+from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
 from adclr.data.sources import Source, Subset
 
 
 @dataclass(frozen=True)
 class Split:
+    """Images and their class numbers."""
+
     source: Source
     labels: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Labelled:
+    """A labeled collection in two splits."""
+
     train: Split
     val: Split
     classes: list[str]
 
 
 def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
-    """A fifth of an unsplit folder, chosen by the keys of its images, is the val split; see `open_source`."""
+    """Open a labeled collection; see `open_source`.
+
+    A fifth of an unsplit folder, chosen by the keys of its images, is the val split.
+    """
     text = os.fspath(path)
     root, hub = Path(text), text.startswith("hf:")
     folder = text.removeprefix("hf:")
     train: Source
     val: Source
-    kind, _, where = text.partition(":")
+    kind, _, location = text.partition(":")
     if kind in KINDS:
-        train, val = open_set(kind, where)
+        train, val = open_set(kind, location)
     elif os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
-        before = "hf:" if hub else ""
-        splits = (before + os.path.join(folder, split) for split in ("train", "val"))
+        prefix = "hf:" if hub else ""
+        splits = (prefix + os.path.join(folder, split) for split in ("train", "val"))
         train, val = (open_source(split, allow_damaged=allow_damaged) for split in splits)
     else:
         _check_unsplit(root)
         whole = open_source(text, allow_damaged=allow_damaged)
-        held_out = mix(whole.keys) % np.uint64(5) == 0
-        train, val = (Subset(whole, np.flatnonzero(which)) for which in (~held_out, held_out))
+        train, val = (Subset(whole, indices) for indices in split_by_key(whole.keys))
     small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"
     if not len(train):
         raise UserError(small)
@@ -69,11 +77,11 @@ def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
 
 
 def _check_unsplit(root: Path) -> None:
-    """Refuses train/ and test/, which would be taken for two classes; a class of images may be called train."""
+    """Refuse train/ and test/, which would count as two classes; a class of images may be called train."""
     for split, other in (("train", "val"), ("val", "train")):
         if os.path.isdir(root / split):
-            with os.scandir(root / split) as found:
-                if any(entry.is_dir() and not entry.name.startswith(".") for entry in found):
+            with os.scandir(root / split) as entries:
+                if any(entry.is_dir() and not entry.name.startswith(".") for entry in entries):
                     raise UserError(
                         f"{root} has {split}/ with folders in it and no {other}/; "
                         f"call the other split {other}/, or give {root / split} alone"

@@ -1,8 +1,11 @@
-"""Objects with boxes and masks, in COCO's json: read as data, checked, and left out where they cannot be used.
+"""Objects with boxes and masks in COCO's JSON format, checked; bad objects are refused or left out.
 
-DIR/annotations/instances_{train,val}.json (or instances_train2017.json and so on); the files it names lie below DIR,
-DIR/images, DIR/images/SPLIT or DIR/SPLIT. As COCO has it: crowd regions are not learned and not counted as missed;
-images without objects are not learned from and count in the test. Masks come as polygons or as run lengths.
+DIR/annotations/instances_{train,val}.json (or instances_train2017.json and so on); the files it names are below DIR,
+DIR/images, DIR/images/SPLIT or DIR/SPLIT. As in COCO, crowd regions are not learned and not counted as missed; images
+without objects are not learned from and count in the test. Masks are polygons or run lengths.
+
+The file is not trusted. faster-coco-eval fills masks, but only after the checks here: its index trusts every row, and
+it compares run lengths with the size only while it fills all pixels, which may be a terabyte by a wrong size.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,38 +23,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
-from adclr.data.decode import Decoder, Unreadable, size_of
-from adclr.data.sources import Items, read_file
-from adclr.system.machine import cpu_count
+from adclr.data.sets import check_each, image_size, refuse
+from adclr.data.sources import Source, read_file
 from adclr.system.optional import require
-from adclr.system.progress import track
 from adclr.system.text import printable
 
-NAMED = 3  # offenders that a message names
-OUTSIDE = 1.0  # pixels that a box may reach over the edge, by rounding
-LEAST = 1e-2  # pixels that it is wide and high: float32 cannot tell the edges of less apart in a resized image
+OUTSIDE = 1.0  # pixels that a box may reach over the border, by rounding
+LEAST = 1e-2  # pixels, smallest side of a box: float32 cannot tell the edges of a smaller one apart in a resized image
+
+Mask = list[list[float]] | NDArray[np.int64]  # polygons, or run lengths down the columns beginning with background
 
 
 @dataclass(frozen=True)
 class Object:
+    """One annotated object."""
+
     number: int  # its id in the file
-    kind: int  # place in `Instances.classes`
+    kind: int  # index in `Instances.classes`
     box: tuple[float, float, float, float]  # left, top, right, bottom, inside the image
-    mask: list[list[float]] | NDArray[np.int64]  # polygons, or run lengths down the columns beginning with background
+    mask: Mask
     area: float
     crowd: bool
-
-
-class Photos(Items):
-    def __init__(self, root: Path, names: list[str]) -> None:
-        super().__init__(root, names)
 
 
 @dataclass(frozen=True)
 class Instances:
     """The objects of a split's images."""
 
-    photos: Photos
+    photos: Source
     sizes: NDArray[np.int64]  # height and width of each
     numbers: list[int]  # their ids in the file
     objects: list[list[Object]]  # of each
@@ -60,46 +58,39 @@ class Instances:
     categories: list[int]  # their ids in the file
 
     def learned(self) -> NDArray[np.int64]:
-        """Which images have an object that is no crowd."""
-        return np.array([i for i, own in enumerate(self.objects) if any(not o.crowd for o in own)], np.int64)
+        """Return the indices of images that have an object that is no crowd."""
+        return np.array([i for i, objects in enumerate(self.objects) if any(not o.crowd for o in objects)], np.int64)
 
-    def without(self, places: set[int]) -> Instances:
-        """The same less some images and what is in them."""
-        left = [place for place in range(len(self.photos)) if place not in places]
-        names, numbers = [self.photos.paths[i] for i in left], [self.numbers[i] for i in left]
-        photos, objects = Photos(self.photos.root, names), [self.objects[i] for i in left]
+    def without(self, indices: set[int]) -> Instances:
+        """Return the same without some images and their objects."""
+        left = [index for index in range(len(self.photos)) if index not in indices]
+        photos = Source(self.photos.root, [self.photos.paths[i] for i in left])
+        numbers, objects = [self.numbers[i] for i in left], [self.objects[i] for i in left]
         return replace(self, photos=photos, sizes=self.sizes[left], numbers=numbers, objects=objects)
 
     def dataset(self) -> dict[str, Any]:
-        """In COCO's form again, for its measures."""
+        """Return the annotations in COCO's format again, for its metrics."""
         images = [
             {"id": number, "height": int(height), "width": int(width), "file_name": name}
             for number, (height, width), name in zip(self.numbers, self.sizes, self.photos.paths, strict=True)
         ]
         annotations = []
-        for image, own in zip(images, self.objects, strict=True):
-            for one in own:
+        for image, objects in zip(images, self.objects, strict=True):
+            for one in objects:
                 left, top, right, bottom = one.box
-                mask = one.mask
-                if isinstance(mask, np.ndarray):
-                    mask = {"size": [image["height"], image["width"]], "counts": mask.tolist()}  # type: ignore[assignment]
-                annotations.append(
-                    {
-                        "id": one.number,
-                        "image_id": image["id"],
-                        "category_id": self.categories[one.kind],
-                        "bbox": [left, top, right - left, bottom - top],
-                        "segmentation": mask,
-                        "area": one.area,
-                        "iscrowd": int(one.crowd),
-                    }
-                )
-        named = [{"id": c, "name": name} for c, name in zip(self.categories, self.classes, strict=True)]
-        return {"info": {}, "images": images, "annotations": annotations, "categories": named}
+                annotation = {"id": one.number, "image_id": image["id"], "category_id": self.categories[one.kind]}
+                annotation |= {"bbox": [left, top, right - left, bottom - top], "area": one.area}
+                if isinstance(one.mask, np.ndarray):
+                    mask: Any = {"size": [image["height"], image["width"]], "counts": one.mask.tolist()}
+                else:
+                    mask = one.mask
+                annotations.append(annotation | {"segmentation": mask, "iscrowd": int(one.crowd)})
+        categories = [{"id": c, "name": name} for c, name in zip(self.categories, self.classes, strict=True)]
+        return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 
 
 def open_instances(path: str | Path, train: str, val: str, drop_bad: bool = False) -> tuple[Instances, Instances]:
-    """The train and val objects; whatever is wrong with either is said now. `drop_bad` leaves bad objects out."""
+    """Return the train and val objects, both checked; `drop_bad` leaves bad objects out instead of refusing them."""
     root = Path(path)
     first, second = (_open(root, split, drop_bad) for split in (train, val))
     pairs = [dict(zip(split.categories, split.classes, strict=True)) for split in (first, second)]
@@ -115,40 +106,37 @@ def open_instances(path: str | Path, train: str, val: str, drop_bad: bool = Fals
 
 
 def _open(root: Path, split: str, drop_bad: bool) -> Instances:
-    file = next((f for f in _candidates(root, split) if f.exists()), None)
+    files = [root / "annotations" / f"instances_{split}{year}.json" for year in ("", "2017")]
+    file = next((f for f in files if f.exists()), None)
     if file is None:
         raise UserError(
             f"{root} holds no annotations/instances_{split}.json; docs/dense.md says how objects are laid out"
         )
     try:
-        found = json.loads(read_file(os.fspath(file)))
+        content = json.loads(read_file(os.fspath(file)))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise UserError(f"{file} cannot be read ({reason}); restore it") from None
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(k), list) and all(isinstance(row, dict) for row in found[k])
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(k), list) and all(isinstance(row, dict) for row in content[k])
         for k in ("images", "annotations", "categories")
     ):
         raise UserError(f"{file} has no lists of images, annotations and categories; it is not COCO's json")
-    return _assemble(root, file, split, found, drop_bad)
+    return _assemble(root, file, split, content, drop_bad)
 
 
-def _candidates(root: Path, split: str) -> list[Path]:
-    return [root / "annotations" / f"instances_{split}{year}.json" for year in ("", "2017")]
-
-
-def _assemble(root: Path, file: Path, split: str, found: dict[str, Any], drop_bad: bool) -> Instances:
-    categories = sorted((row.get("id"), row.get("name")) for row in found["categories"] if _is_category(row))
+def _assemble(root: Path, file: Path, split: str, content: dict[str, Any], drop_bad: bool) -> Instances:
+    categories = sorted((row.get("id"), row.get("name")) for row in content["categories"] if _is_category(row))
     if (
-        len(categories) != len(found["categories"])
+        len(categories) != len(content["categories"])
         or not categories
         or len({c for c, _ in categories}) < len(categories)
     ):
         raise UserError(f"{file} has categories without an id and a name, or two of one id; mend them")
-    rows = found["images"]
+    rows = content["images"]
     for row in rows:
-        told = [row.get(key) for key in ("id", "width", "height")]
-        if not all(_is_whole(n) for n in told) or min(told[1:]) < 1 or not isinstance(row.get("file_name"), str):
+        values = [row.get(key) for key in ("id", "width", "height")]
+        if not all(_is_whole(n) for n in values) or min(values[1:]) < 1 or not isinstance(row.get("file_name"), str):
             raise UserError(f"{file} has an image without id, width, height or file_name: {str(row)[:80]}; mend it")
     numbers = [int(row["id"]) for row in rows]
     if not rows or len(set(numbers)) < len(numbers):
@@ -156,30 +144,31 @@ def _assemble(root: Path, file: Path, split: str, found: dict[str, Any], drop_ba
     names = [os.path.normpath(row["file_name"]) for row in rows]
     folder = _folder(root, split, names)
     missing = [n for n in names if os.path.isabs(n) or n.startswith("..") or not os.path.isfile(folder / n)]
-    _refuse([f"{name}, which {file.name} names, is not in {folder}" for name in missing], "bring the files there")
-    places = {number: place for place, number in enumerate(numbers)}
-    kinds = {number: place for place, (number, _) in enumerate(categories)}
+    refuse([f"{name}, which {file.name} names, is not in {folder}" for name in missing], "bring the files there")
+    index_of = {number: index for index, number in enumerate(numbers)}
+    kinds = {number: kind for kind, (number, _) in enumerate(categories)}
     sizes = np.array([[row["height"], row["width"]] for row in rows], np.int64)
     objects: dict[int, list[Object]] = defaultdict(list)
-    problems, seen = [], set()
-    for row in found["annotations"]:
+    problems, ids = [], set()
+    for row in content["annotations"]:
         number = row.get("id")
         try:
-            if not _is_whole(number) or number in seen:
+            if not _is_whole(number) or number in ids:
                 raise ValueError("has no id, or one that another has")
-            seen.add(number)
-            if row.get("image_id") not in places or row.get("category_id") not in kinds:
+            ids.add(number)
+            if row.get("image_id") not in index_of or row.get("category_id") not in kinds:
                 raise ValueError(f"is of an image or category that is not listed ({row.get('image_id')!r})"[:100])
-            place = places[row["image_id"]]
-            objects[place].append(_object(row, kinds[row["category_id"]], *sizes[place].tolist()))
+            index = index_of[row["image_id"]]
+            objects[index].append(_object(row, kinds[row["category_id"]], *sizes[index].tolist()))
         except (ValueError, TypeError, OverflowError) as error:
             problems.append(f"object {number!r} of {file.name} {error}"[:200])
     if not drop_bad:
-        _refuse(problems, "mend them, or set drop_bad=true to leave them out")
+        refuse(problems, "mend them, or set drop_bad=true to leave them out")
     elif problems:
         print(printable(f"{len(problems)} objects of {file} are left out, first: {problems[0]}"))
-    own = [objects[place] for place in range(len(rows))]
-    return Instances(Photos(folder, names), sizes, numbers, own, [n for _, n in categories], [c for c, _ in categories])
+    classes, category_ids = [name for _, name in categories], [number for number, _ in categories]
+    objects_of = [objects[index] for index in range(len(rows))]
+    return Instances(Source(folder, names), sizes, numbers, objects_of, classes, category_ids)
 
 
 def _is_whole(value: Any) -> bool:
@@ -191,10 +180,10 @@ def _is_category(row: dict[str, Any]) -> bool:
 
 
 def _folder(root: Path, split: str, names: list[str]) -> Path:
-    """Where the first files lie; if nowhere, where they most likely should."""
-    places = [root / "images" / split, root / split, root / f"{split}2017", root / "images", root]
-    there = [place for place in places if any(os.path.isfile(place / name) for name in names[:10])]
-    return there[0] if there else next(place for place in places if os.path.isdir(place))
+    """Return the folder of the first files; if they are nowhere, the most likely one."""
+    folders = [root / "images" / split, root / split, root / f"{split}2017", root / "images", root]
+    with_files = (folder for folder in folders if any(os.path.isfile(folder / name) for name in names[:10]))
+    return next(with_files, None) or next(folder for folder in folders if os.path.isdir(folder))
 
 
 def _object(row: dict[str, Any], kind: int, height: int, width: int) -> Object:
@@ -218,8 +207,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mask(value: Any, height: int, width: int) -> list[list[float]] | NDArray[np.int64]:
-    """Polygons kept inside the image, or run lengths that add up to it."""
+def _mask(value: Any, height: int, width: int) -> Mask:
+    """Return polygons clipped to the image, or run lengths whose sum is its size."""
     if isinstance(value, list) and value:
         polygons = []
         for line in value:
@@ -231,15 +220,17 @@ def _mask(value: Any, height: int, width: int) -> list[list[float]] | NDArray[np
     if isinstance(value, dict) and value.get("size") == [height, width]:
         counts = value.get("counts")
         if isinstance(counts, str):
-            counts = runs_of(counts)
+            counts = decode_runs(counts)
         if isinstance(counts, list) and all(_is_whole(n) and n >= 0 for n in counts) and sum(counts) == height * width:
             return np.array(counts, np.int64)
     raise ValueError("has no mask, or run lengths that do not fit its image")
 
 
-def runs_of(text: str) -> list[int]:
-    """The run lengths of COCO's compressed form: five bits a letter, and from the fourth on the difference to the last
-    but one."""
+def decode_runs(text: str) -> list[int]:
+    """Return the run lengths of COCO's compressed form.
+
+    Five bits a letter; from the fourth run on, the difference to the last but one.
+    """
     runs: list[int] = []
     value = shift = 0
     for letter in text.encode("ascii", "replace"):
@@ -256,51 +247,32 @@ def runs_of(text: str) -> list[int]:
     return runs
 
 
-def _refuse(problems: list[str], remedy: str) -> None:
-    if problems:
-        more = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise UserError(f"{'; '.join(problems[:NAMED])}{more}; {remedy}")
-
-
 def check(splits: Sequence[Instances], num_workers: int | None = None, show: bool = True) -> None:
-    """Looks whether every image is as large as its file says, before anything is trained on them."""
+    """Refuse images of another size than their JSON says, before anything is trained on them."""
 
-    def one(place: tuple[Instances, int]) -> str | None:
-        split, index = place
-        wanted = tuple(split.sizes[index].tolist())
-        try:
-            data = split.photos.read(index)
-            size = size_of(data)
-            if size != wanted:  # unless it is to be turned
-                _, *turned = Decoder()(data).shape
-                size = turned[0], turned[1]
-        except (Unreadable, OSError):
-            return None  # images that cannot be read are counted where they are used
-        if size == wanted:
+    def problem_of(item: tuple[Instances, int]) -> str | None:
+        split, index = item
+        expected = tuple(split.sizes[index].tolist())
+        size = image_size(lambda: split.photos.read(index), expected)
+        if size is None or size == expected:
             return None
         name = split.photos.root / split.photos.paths[index]
-        return f"{name} is {size[1]}x{size[0]} pixels where its json says {wanted[1]}x{wanted[0]}"
+        return f"{name} is {size[1]}x{size[0]} pixels where its json says {expected[1]}x{expected[0]}"
 
-    places = [(split, index) for split in splits for index in range(len(split.photos))]
-    with ThreadPoolExecutor(num_workers or cpu_count()) as pool:
-        found = list(track(pool.map(one, places), "checking images", len(places), show))
-    _refuse([problem for problem in found if problem], "mend the images or the json")
+    items = [(split, index) for split in splits for index in range(len(split.photos))]
+    check_each(items, problem_of, "mend the images or the json", "checking images", num_workers, show)
 
 
-# -- masks as pixels --
-
-
-def filled(mask: list[list[float]] | NDArray[np.int64], height: int, width: int) -> NDArray[np.uint8]:
-    """height×width, 1 where the object is, as COCO's own program fills polygons."""
+def filled(mask: Mask, height: int, width: int) -> NDArray[np.uint8]:
+    """Return height×width, 1 where the object is, with polygons filled as COCO's own program does."""
     if isinstance(mask, np.ndarray):
         values = (np.arange(len(mask)) % 2).astype(np.uint8)
         return np.repeat(values, mask).reshape(width, height).T
-    kernel = coco_masks()
-    one = kernel.merge(kernel.frPyObjects(mask, height, width))
-    found: NDArray[np.uint8] = kernel.decode(one)
-    return found
+    masks = coco_masks()
+    pixels: NDArray[np.uint8] = masks.decode(masks.merge(masks.frPyObjects(mask, height, width)))
+    return pixels
 
 
 def coco_masks() -> Any:
-    """COCO's program for masks."""
+    """Return COCO's functions for masks, of faster-coco-eval."""
     return require("faster_coco_eval.core.mask", "detection", "detection")

@@ -1,7 +1,7 @@
 """Videos with masks of their objects, in DAVIS's folders.
 
 DIR/JPEGImages/480p/CLIP/00000.jpg, DIR/Annotations/480p/CLIP/00000.png (objects are numbered from 1, all else is
-background) and DIR/ImageSets/2017/val.txt with a clip on each line; without such a list all clips are taken.
+background) and DIR/ImageSets/2017/val.txt with a clip on each line; without such a list all clips are used.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable
+from adclr.data.sets import refuse
 from adclr.data.sets.pixels import read_label
 from adclr.data.sources import SUFFIXES, read_file
 
-NAMED = 3  # offenders that a message names
 MOST_OBJECTS = 250
 
 
 @dataclass(frozen=True)
 class Clip:
+    """A video and the masks of its objects."""
+
     name: str
     frames: list[str]  # paths, in the order of their names
     masks: list[str]  # of each frame
 
     def objects(self) -> list[int]:
-        """The numbers of those in the first frame."""
+        """Return the numbers of the objects in the first frame."""
         return [int(n) for n in np.unique(read_mask(self.masks[0])) if 0 < n <= MOST_OBJECTS]
 
 
 def read_mask(path: str) -> NDArray[np.uint8]:
+    """Return the object numbers of a mask, height×width; 0 is background."""
     values = read_label(read_file(path))
     if values.max(initial=0) > 255:
         raise Unreadable("has values above 255")
@@ -41,10 +44,12 @@ def read_mask(path: str) -> NDArray[np.uint8]:
 
 
 def read_frame(path: str, decoder: Decoder) -> Pixels:
+    """Return the pixels of a frame."""
     return decoder(read_file(path))
 
 
 def open_davis(path: str | Path, split: str = "val", year: str = "2017", resolution: str = "480p") -> list[Clip]:
+    """Return the clips of a split, by their names alone; `check` reads their first frames."""
     root = Path(path)
     frames, masks = root / "JPEGImages" / resolution, root / "Annotations" / resolution
     for folder in (frames, masks):
@@ -59,22 +64,23 @@ def open_davis(path: str | Path, split: str = "val", year: str = "2017", resolut
         raise UserError(f"{listed if listed.exists() else masks} names no clip; each clip is a folder of frames")
     clips, problems = [], []
     for name in names:
-        shown, known = (_files(folder / name) for folder in (frames, masks))
-        missing = sorted(set(shown) - set(known))
-        if not shown:
+        frame_files, mask_files = (_files(folder / name) for folder in (frames, masks))
+        missing = sorted(set(frame_files) - set(mask_files))
+        if not frame_files:
             problems.append(f"{frames / name} holds no frames")
         elif missing:
             problems.append(f"{masks / name} has no mask for frame {missing[0]}")
-        elif len(shown) < 3:
+        elif len(frame_files) < 3:
             problems.append(f"{frames / name} has fewer than 3 frames")
         else:
-            clips.append(Clip(name, [shown[stem] for stem in sorted(shown)], [known[stem] for stem in sorted(shown)]))
-    _refuse(problems, root)
+            stems = sorted(frame_files)
+            clips.append(Clip(name, [frame_files[stem] for stem in stems], [mask_files[stem] for stem in stems]))
+    refuse(problems, _remedy(root))
     return clips
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Paths by the names of frames."""
+    """Return paths by the names of frames."""
     if not os.path.isdir(folder):
         return {}
     entries = (entry for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))
@@ -82,7 +88,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def check(clips: list[Clip]) -> None:
-    """Looks at the first frame of every clip: its mask has objects, and is as large as it."""
+    """Refuse clips whose first mask has no object or another size than its frame."""
     problems = []
     for clip in clips:
         try:
@@ -93,10 +99,8 @@ def check(clips: list[Clip]) -> None:
                 problems.append(f"{clip.masks[0]}, the first of its clip, shows no object")
         except (Unreadable, OSError) as error:
             problems.append(f"{clip.masks[0]} or its frame cannot be used ({error})")
-    _refuse(problems, Path(clips[0].masks[0]).parent.parent)
+    refuse(problems, _remedy(Path(clips[0].masks[0]).parent.parent))
 
 
-def _refuse(problems: list[str], where: Path) -> None:
-    if problems:
-        more = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise UserError(f"{'; '.join(problems[:NAMED])}{more}; mend the clips in {where} or take them off the list")
+def _remedy(folder: Path) -> str:
+    return f"mend the clips in {folder} or take them off the list"
