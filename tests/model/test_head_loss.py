@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from test_method import METHODS, make, make_views
 from torch import Tensor
 
-from adclr.data.augment import Views
 from adclr.model.losses import Center
 from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.ops.head_loss import Part
+from adclr.model.views import Views
 from kernel_device import DEVICE, needs_interpreter
 
 pytestmark = needs_interpreter

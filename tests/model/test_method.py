@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Masks, Views, _hidden
+from adclr.data.augment import _hidden
 from adclr.model.losses import Center, sinkhorn
 from adclr.model.method import ADCLR
+from adclr.model.views import Masks, Views
 from adclr.training.job import build
 from tiny import tiny
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.augment import Views
 from adclr.model.ops import attention
+from adclr.model.views import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
 from adclr.training.cuda_graph import NotRecorded, Recorded
 from adclr.training.step import Step

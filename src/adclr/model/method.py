@@ -6,7 +6,7 @@ Without queries it is DINO; without queries and with masks, iBOT; with queries, 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,13 @@ from torch import Tensor, nn
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.model.ops import head_loss
+from adclr.model.views import Masks, Views
 from adclr.model.vit import Input, Tokens, VisionTransformer
 from adclr.system import distributed
 
 Kind = Literal["global", "query", "masked"]
 
 TEMPERATURE = 0.07  # of the teacher's targets, where another is reached by scaling its outputs
-
-
-class Masks(Protocol):
-    """Which patches of the student's global views are hidden, and where the hidden ones lie."""
-
-    @property
-    def grid(self) -> Tensor: ...  # 2×B×N bool
-    @property
-    def index(self) -> Tensor: ...  # M places in the flattened grid
-    @property
-    def weight(self) -> Tensor: ...  # M, 1 / (hidden patches of the view · B · 2)
-
-
-class Views(Protocol):
-    @property
-    def global_crops(self) -> Tensor: ...  # 2×B×3×S×S
-    @property
-    def local_crops(self) -> Tensor | None: ...  # L×B×3×s×s
-    @property
-    def queries(self) -> Tensor | None: ...  # B×Q×3×P×P
-    @property
-    def masks(self) -> Masks | None: ...
 
 
 class Losses(NamedTuple):
@@ -188,12 +167,12 @@ class ADCLR(nn.Module):
 
         Student rows have the `[CLS]` of local views behind those of the global ones: they answer anchored queries.
         """
-        anchored = min(self.anchored_queries, _num_queries(views))
+        anchored = min(self.anchored_queries, views.num_queries)
         if not anchored:
             joined = torch.cat([cls, query, masked]) if joined is None else joined
             return Rows(joined, (len(cls), 0, len(query), len(masked)))
         batch, dim = views.global_crops.shape[1], cls.shape[-1]
-        query = query.view(-1, batch, _num_queries(views), dim)
+        query = query.view(-1, batch, views.num_queries, dim)
         local = cls.view(-1, batch, dim)[2 : 2 + anchored].transpose(0, 1)  # B×A×256; the teacher has none
         parts = [cls, query[:, :, :anchored].reshape(-1, dim), local.reshape(-1, dim)]
         parts += [query[:, :, anchored:].reshape(-1, dim), masked]
@@ -237,7 +216,7 @@ class ADCLR(nn.Module):
 
     def _share_anchored(self, views: Views) -> float:
         """Of the queries: every query counts the same, however many answers it has."""
-        count = _num_queries(views)
+        count = views.num_queries
         return min(self.anchored_queries, count) / max(1, count)
 
     def compare_in_chunks(
@@ -300,7 +279,7 @@ class ADCLR(nn.Module):
         """R×K -> by kind."""
         batch, width = views.global_crops.shape[1], x.shape[-1]
         cls, anchored, query, masked = x.split_with_sizes(rows.sizes)
-        count = _num_queries(views)
+        count = views.num_queries
         num_anchored = min(self.anchored_queries, count)
         return Outputs(
             cls.view(-1, batch, width),
@@ -338,7 +317,3 @@ class ADCLR(nn.Module):
 def _for_each_view(queries: Tensor | None, num_views: int) -> Tensor | None:
     """B×Q×... -> (V·B)×Q×...: the same pixels go to every view."""
     return None if queries is None else queries.repeat(num_views, 1, 1, 1, 1)
-
-
-def _num_queries(views: Views) -> int:
-    return 0 if views.queries is None else views.queries.shape[1]

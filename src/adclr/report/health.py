@@ -17,7 +17,8 @@ from torch import Tensor
 
 from adclr.evals.matching import spread
 from adclr.model.losses import sinkhorn, soft_cross_entropy
-from adclr.model.method import ADCLR, Branch, Views
+from adclr.model.method import ADCLR, Branch
+from adclr.model.views import Views
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data import stamps
-from adclr.data.augment import Views, render
+from adclr.data.augment import render
 from adclr.data.decode import Decoder
 from adclr.data.draws import combine, epoch_order, key_of
 from adclr.data.feed import Batch, Feed
@@ -22,6 +22,7 @@ from adclr.data.stamps import Stamps
 from adclr.data.views import Plan, plan
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
+from adclr.model.views import Views
 from adclr.system import distributed, machine
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
