@@ -74,7 +74,7 @@ def test_kernels_that_cannot_be_compiled_are_not_launched(
     assert capsys.readouterr().err == "Triton cannot compile kernels here, so all is slower (no compiler of any kind)\n"
     assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
     assert not attention.fits(gpu, [], 1)  # type: ignore[arg-type]
-    assert not head_loss.possible(gpu)  # type: ignore[arg-type]
+    assert not head_loss.fits(gpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("supported", [True, False])
