@@ -217,8 +217,8 @@ class _Chunks:
         if part.coefficient and (gradients is not None or self.prototypes_grad is not None):
             teacher_softmax = torch.stack([maxima, 1 / sums])
             student_softmax = torch.stack([student_maxima, 1 / student_sums])
-            tensors = (teacher_logits, part.center, logits, teacher_softmax, student_softmax, weights)
-            kernels.gradient(*tensors, self.scales, items, part.paired)
+            inputs = (teacher_logits, part.center, logits, teacher_softmax, student_softmax, weights)
+            kernels.gradient(*inputs, self.scales, items, part.paired)
             factor = factor / (self.temperature * kernels.SCALE)
             if gradients is not None:
                 gradients.copy_((_product(logits, self.prototypes) * factor).view_as(gradients))
