@@ -139,7 +139,7 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 
 
 def again(*inputs: Tensor) -> Tensor:
-    """GELU made again in backward, as in `blocks.lean_block`."""
+    """GELU made again in backward, as in `blocks.run_selectively_checkpointed`."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     found: Tensor = checkpoint(mlp.plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return found

@@ -336,7 +336,7 @@ def test_compiled_whole(kind: type[Layers], how: str, monkeypatch: pytest.Monkey
             calls.clear()
             out = model(leaf)
         out.float().square().sum().backward()
-        # `lean_block` must not compute it again
+        # `run_selectively_checkpointed` must not compute it again
         assert calls == ([True, True] if kind is Again else [True])
         grads = [parameter.grad for parameter in layers.parameters()]
         assert all(grad is not None and grad.dtype == torch.float32 for grad in grads)
