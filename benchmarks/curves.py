@@ -84,8 +84,8 @@ def main() -> None:
     for name, fast, draw in (("plain", False, 0), ("fast", True, 0), ("fast, other drops", True, 1)):
         with ExitStack() as stack:
             if not fast:
-                for room, gate in ((attention, "fits"), (norm, "fits"), (mlp, "fits"), (head_loss, "possible")):
-                    stack.enter_context(mock.patch.object(room, gate, never))
+                for operation in (attention, norm, mlp, head_loss):
+                    stack.enter_context(mock.patch.object(operation, "fits", never))
             curves[name] = train(settings, images, given.steps, fast, draw)
         tenths = np.array_split(np.array(curves[name]), min(10, given.steps))
         print(f"{name:<18} " + " ".join(f"{part.mean():7.3f}" for part in tenths), flush=True)

@@ -36,6 +36,7 @@ from adclr.data.prefetch import Ahead
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
 from adclr.data.views import plan
+from adclr.model.views import Views
 from adclr.system.machine import cpu_count
 
 
@@ -128,7 +129,7 @@ class Bench:
             feed.keep("auto", self.device)
         return feed
 
-    def views(self, feed: Feed, batches: int) -> Ahead[augment.Views]:
+    def views(self, feed: Feed, batches: int) -> Ahead[Views]:
         count = len(self.source)
         order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
         return TrainingBatches(self.settings, feed, self.device, self.batch).prefetch(order)

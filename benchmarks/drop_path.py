@@ -21,7 +21,7 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import torch
 from torch import Tensor, nn
 
-from adclr.model.blocks import Attention, Block, for_tokens, run_block
+from adclr.model.blocks import Attention, Block, expand_to_tokens, run_block
 from adclr.model.ops.attention import Group
 from adclr.training.step import seconds
 
@@ -64,7 +64,7 @@ def main() -> None:
         [g.tokens for g in groups], [1] * len(groups)))  # fmt: skip
     x = torch.randn(tokens, dim, device=device, dtype=stream).requires_grad_()
     grad = torch.randn(tokens, dim, device=device, dtype=stream)
-    kept = for_tokens((torch.rand(2, sequences, device=device) > 0.05) / 0.95, groups)
+    kept = expand_to_tokens((torch.rand(2, sequences, device=device) > 0.05) / 0.95, groups)
     whole = run_block if tiny else torch.compile(run_block, dynamic=False)
 
     def all_of_it() -> None:

@@ -101,7 +101,7 @@ def plain(task: Task, low: bool = True) -> Result:
 
 def in_chunks(task: Task, low: bool = True) -> Result:
     with autocast(task, low):
-        total = head_loss.compare(*task, STUDENT, TEACHER).total
+        total = head_loss.head_loss(*task, STUDENT, TEACHER).total
     return total.detach(), *torch.autograd.grad(total, (task.student, task.prototypes))
 
 

@@ -117,7 +117,7 @@ def of_attention() -> list[Patch]:
 
 
 def of_logits() -> list[Patch]:
-    return [without(head_loss, "possible")]
+    return [without(head_loss, "fits")]
 
 
 def of_blocks() -> list[Patch]:

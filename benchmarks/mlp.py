@@ -25,20 +25,27 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adclr.model.ops import mlp
-from adclr.model.ops.mlp import Line, Tiles
+from adclr.model.ops.mlp import BackwardConfig, ForwardConfig
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-FORWARDS = [Line(1024, 4), Line(2048, 4), Line(4096, 4), Line(2048, 8), Line(4096, 8), Line(8192, 8)]
+FORWARDS = [
+    ForwardConfig(1024, 4),
+    ForwardConfig(2048, 4),
+    ForwardConfig(4096, 4),
+    ForwardConfig(2048, 8),
+    ForwardConfig(4096, 8),
+    ForwardConfig(8192, 8),
+]
 BACKWARDS = [
-    Tiles(4, 256, 128, 4),
-    Tiles(8, 256, 128, 4),
-    Tiles(8, 256, 128, 8),
-    Tiles(8, 128, 128, 4),
-    Tiles(4, 512, 128, 8),
-    Tiles(4, 512, 128, 4),
-    Tiles(4, 256, 64, 4),
-    Tiles(4, 256, 256, 4),
-    Tiles(2, 512, 128, 4),
+    BackwardConfig(4, 256, 128, 4),
+    BackwardConfig(8, 256, 128, 4),
+    BackwardConfig(8, 256, 128, 8),
+    BackwardConfig(8, 128, 128, 4),
+    BackwardConfig(4, 512, 128, 8),
+    BackwardConfig(4, 512, 128, 4),
+    BackwardConfig(4, 256, 64, 4),
+    BackwardConfig(4, 256, 256, 4),
+    BackwardConfig(2, 512, 128, 4),
 ]
 
 
@@ -132,7 +139,7 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 
 
 def again(*inputs: Tensor) -> Tensor:
-    """GELU made again in backward, as in `blocks.lean_block`."""
+    """GELU made again in backward, as in `blocks.run_selectively_checkpointed`."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     found: Tensor = checkpoint(mlp.plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return found
@@ -197,8 +204,8 @@ def tune(case: Case, until: float) -> None:
         print(f"  -> {label(getattr(mlp, table))}")
 
 
-def label(config: Line | Tiles) -> str:
-    if isinstance(config, Line):
+def label(config: ForwardConfig | BackwardConfig) -> str:
+    if isinstance(config, ForwardConfig):
         return f"GELU {config.numbers} warps {config.warps}"
     return f"and its gradient {config.rows}×{config.columns} of {config.span} warps {config.warps}"
 

@@ -89,7 +89,7 @@ def losses(prototypes: int, low: bool) -> None:
     teacher = torch.zeros(sum(part.teacher_rows for part in parts), 256)
     matrix = torch.zeros(prototypes, 256, requires_grad=True)
     with torch.autocast("cpu", enabled=low):
-        head_loss.compare(student, matrix, teacher, matrix.detach(), parts, 0.1, 0.07).total.backward()
+        head_loss.head_loss(student, matrix, teacher, matrix.detach(), parts, 0.1, 0.07).total.backward()
 
 
 def views(global_size: int, local_size: int, patch: int) -> None:
@@ -106,14 +106,17 @@ def views(global_size: int, local_size: int, patch: int) -> None:
 
 def main(capability: int, all_shapes: bool) -> None:
     driver.set_active(Absent(capability))  # type: ignore[arg-type]
-    half, has_room = torch.bfloat16, (SHARED[capability] + 1) * 1024 >= attention.ROOM  # as `attention.fits` asks
+    half, enough_memory = (
+        torch.bfloat16,
+        (SHARED[capability] + 1) * 1024 >= attention.MIN_SHARED_MEMORY,
+    )  # as `attention.fits` asks
     with mock.patch.object(JITFunction, "run", compile_only):
         with suppress(RuntimeError):  # it finds that nothing ran
             trial_kernels.launch(torch.device("cpu"))
         views(224, 96, 16)
         blocks(384, half)
         losses(65536, low=True)
-        if has_room:
+        if enough_memory:
             attend(384, 6, [(2, 207, 197), (2, 37, 37)], half)  # ViT-S/16
             attend(384, 6, [(2, 207, 197, 1)], half)  # queries that read patches only
             attend(256, 2, [(2, 207, 197)], half)  # heads of 128
@@ -125,7 +128,7 @@ def main(capability: int, all_shapes: bool) -> None:
             for prototypes in (1000, 65536):
                 losses(prototypes, low=False)
                 losses(prototypes, low=True)
-            if has_room:
+            if enough_memory:
                 for dtype in attention.DTYPES:
                     for dim, heads in ((384, 6), (96, 3), (64, 4), (512, 4)):
                         attend(dim, heads, [(2, tokens, image) for tokens, image in LENGTHS], dtype)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Views
 from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
+from adclr.model.views import Views
 from adclr.system import distributed
 from tiny import tiny
 

@@ -11,11 +11,12 @@ import torch
 
 from adclr.config.sections import build
 from adclr.config.settings import Settings
-from adclr.data.augment import Views, render
+from adclr.data.augment import render
 from adclr.data.draws import key_of
 from adclr.data.packed import pack
 from adclr.data.sets import scenes
 from adclr.data.views import plan
+from adclr.model.views import Views
 from tiny import TINY
 
 CUDA = torch.device("cuda")

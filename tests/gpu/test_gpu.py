@@ -100,7 +100,7 @@ def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) ->
     method = job.build(settings).to(CUDA)
     found = {}
     for name, chunks, low in (("plain", False, False), ("chunks", True, False), ("bfloat16", True, True)):
-        monkeypatch.setattr(head_loss, "possible", lambda images, chunks=chunks: chunks)
+        monkeypatch.setattr(head_loss, "fits", lambda images, chunks=chunks: chunks)
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=low):
             losses = method(views, 0.04)
         losses.total.backward()

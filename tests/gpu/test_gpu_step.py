@@ -17,9 +17,10 @@ from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_
 import adclr as package
 from adclr.config.sections import build
 from adclr.config.settings import Settings
-from adclr.data.augment import Views, render
+from adclr.data.augment import render
 from adclr.data.packed import pack
 from adclr.data.views import plan
+from adclr.model.views import Views
 from adclr.training import job
 
 pytestmark = pytest.mark.gpu

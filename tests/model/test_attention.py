@@ -107,7 +107,7 @@ def test_half_precision_as_it_is_set(width: int) -> None:
 
 
 def test_the_largest_sequences() -> None:
-    groups = [Group(1, 207, 197), Group(1, 282, attention.MOST)]
+    groups = [Group(1, 207, 197), Group(1, 282, attention.MAX_KEYS)]
     check(qkv_of(groups, 1, 64, HALF), groups, 1, 3e-2 if torch.bfloat16 == HALF else 4e-3)
 
 
@@ -247,7 +247,7 @@ def test_a_teacher_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_has_room", lambda index: index == 0)
+    monkeypatch.setattr(attention, "_has_shared_memory", lambda index: index == 0)
 
     def fits(
         image: int = 197, width: int = 64, dtype: torch.dtype = torch.bfloat16, device: str = "cuda:0", heads: int = 6
@@ -258,7 +258,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert fits()
     assert not fits(dtype=torch.float32)
     assert fits(width=16)
-    assert not fits(image=attention.MOST + 1)
+    assert not fits(image=attention.MAX_KEYS + 1)
     assert not fits(width=48)
     assert not fits(width=256)
     assert not fits(dtype=torch.float64)

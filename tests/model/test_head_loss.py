@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from test_method import METHODS, make, make_views
 from torch import Tensor
 
-from adclr.data.augment import Views
 from adclr.model.losses import Center
 from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.ops.head_loss import Part
+from adclr.model.views import Views
 from kernel_device import DEVICE, needs_interpreter
 
 pytestmark = needs_interpreter
@@ -35,8 +35,8 @@ class Case(NamedTuple):
     teacher_prototypes: Tensor
     parts: tuple[Part, ...]
 
-    def run(self) -> head_loss.Compared:
-        return head_loss.compare(*self, STUDENT, TEACHER)
+    def run(self) -> head_loss.Result:
+        return head_loss.head_loss(*self, STUDENT, TEACHER)
 
 
 def draw(*shape: int, spread: float = 1.0) -> Tensor:
@@ -264,7 +264,7 @@ def test_the_method_gives_the_same_losses_gradients_and_centers(name: str, monke
         settings, method = make(**METHODS[name])
         method = method.to(DEVICE)
         views = to_device(make_views(settings))
-        monkeypatch.setattr(head_loss, "possible", lambda images, forced=forced: forced)
+        monkeypatch.setattr(head_loss, "fits", lambda images, forced=forced: forced)
         losses = method(views, 0.05)
         losses.total.backward()
         method.update(1.0, torch.tensor(True, device=DEVICE))
@@ -287,7 +287,7 @@ def test_the_method_without_a_masked_patch(monkeypatch: pytest.MonkeyPatch) -> N
     method, views = method.to(DEVICE), to_device(make_views(settings))
     assert views.masks is not None
     masks = type(views.masks)(torch.zeros_like(views.masks.grid), views.masks.index[:0], views.masks.weight[:0])
-    monkeypatch.setattr(head_loss, "possible", lambda images: True)
+    monkeypatch.setattr(head_loss, "fits", lambda images: True)
     losses = method(Views(views.global_crops, views.local_crops, views.queries, masks), 0.05)
     losses.total.backward()
     assert losses.masked == 0
@@ -295,9 +295,9 @@ def test_the_method_without_a_masked_patch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_cpu_and_in_float64_the_plain_operations_are_used() -> None:
-    assert not head_loss.possible(torch.zeros(1))
-    assert head_loss.possible(torch.zeros(1, device=DEVICE)) == (DEVICE.type == "cuda")
-    assert not head_loss.possible(torch.zeros(1, device=DEVICE, dtype=torch.float64))
+    assert not head_loss.fits(torch.zeros(1))
+    assert head_loss.fits(torch.zeros(1, device=DEVICE)) == (DEVICE.type == "cuda")
+    assert not head_loss.fits(torch.zeros(1, device=DEVICE, dtype=torch.float64))
 
 
 def to_device(views: Views) -> Views:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Masks, Views, _hidden
+from adclr.data.augment import _hidden
 from adclr.model.losses import Center, sinkhorn
 from adclr.model.method import ADCLR
+from adclr.model.views import Masks, Views
 from adclr.training.job import build
 from tiny import tiny
 
@@ -234,8 +235,8 @@ def test_the_teacher_is_never_masked_and_the_student_is() -> None:
     none = Masks(torch.zeros_like(views.masks.grid), views.masks.index, views.masks.weight)
     unmasked = Views(views.global_crops, views.local_crops, views.queries, none)
     with torch.no_grad():
-        assert torch.equal(method.teach(views, 0.05).global_, method.teach(unmasked, 0.05).global_)
-        assert not torch.allclose(method.study(views)[0], method.study(unmasked)[0])
+        assert torch.equal(method.teacher_targets(views, 0.05).global_, method.teacher_targets(unmasked, 0.05).global_)
+        assert not torch.allclose(method.student_logits(views)[0], method.student_logits(unmasked)[0])
 
 
 def test_the_teacher_is_the_moving_average_and_starts_as_the_student() -> None:
@@ -282,19 +283,19 @@ def test_drop_path_is_the_students_only_and_follows_the_seed() -> None:
     method.train()
     views = make_views(tiny())
     with torch.no_grad():
-        assert torch.equal(method.teach(views, 0.05).global_, method.teach(views, 0.05).global_)
+        assert torch.equal(method.teacher_targets(views, 0.05).global_, method.teacher_targets(views, 0.05).global_)
         torch.manual_seed(1)
-        a = method.study(views)[0]
-        b = method.study(views)[0]
+        a = method.student_logits(views)[0]
+        b = method.student_logits(views)[0]
         torch.manual_seed(1)
-        c = method.study(views)[0]
+        c = method.student_logits(views)[0]
     assert torch.equal(a, c)
     assert not torch.equal(a, b)
 
 
 def test_sinkhorn_targets() -> None:
     settings, method = make(target="sinkhorn", masked_weight=1.0)
-    targets = method.teach(make_views(settings), 0.05)
+    targets = method.teacher_targets(make_views(settings), 0.05)
     assert targets.anchored is None
     for part in (targets.global_, targets.query, targets.masked):
         assert part is not None
@@ -304,8 +305,8 @@ def test_sinkhorn_targets() -> None:
         tokens = method.teacher.backbone(views.global_crops.flatten(0, 1), views.queries.repeat(2, 1, 1, 1, 1))
         expected = sinkhorn(method.teacher.head(tokens.cls), 0.05)
         other = sinkhorn(method.teacher.head(tokens.queries.flatten(0, 1)), 0.05)
-    torch.testing.assert_close(method.teach(views, 0.05).global_.flatten(0, 1), expected)
-    torch.testing.assert_close(method.teach(views, 0.05).query.flatten(0, 1), other)
+    torch.testing.assert_close(method.teacher_targets(views, 0.05).global_.flatten(0, 1), expected)
+    torch.testing.assert_close(method.teacher_targets(views, 0.05).query.flatten(0, 1), other)
     before = {kind: center.value.clone() for kind, center in method.centers.items()}
     method.update(1.0, torch.tensor(True))
     assert all(torch.equal(center.value, before[kind]) for kind, center in method.centers.items())  # not in use

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adclr.model.ops import mlp, mlp_kernels
-from adclr.model.ops.mlp import Line, Tiles
+from adclr.model.ops.mlp import BackwardConfig, ForwardConfig
 from adclr.system import triton_available
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,8 +41,8 @@ EPSILON = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs each, and several tiles in each of them."""
-    monkeypatch.setattr(mlp, "FORWARD", Line(512, 4))
-    monkeypatch.setattr(mlp, "BACKWARD", Tiles(8, 32, 32, 4))
+    monkeypatch.setattr(mlp, "FORWARD", ForwardConfig(512, 4))
+    monkeypatch.setattr(mlp, "BACKWARD", BackwardConfig(8, 32, 32, 4))
 
 
 def given(
@@ -95,7 +95,7 @@ def _tails(x, out, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _slopes(x, out, slope, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.arange(0, NUMBERS)
-    g, d = mlp_kernels._with_slope(tl.load(x + place))
+    g, d = mlp_kernels._gelu_and_derivative(tl.load(x + place))
     tl.store(out + place, g)
     tl.store(slope + place, d)
 
@@ -158,10 +158,12 @@ def test_it_is_the_formula(size: str) -> None:
     check(given(size), EPSILON[torch.float32])
 
 
-@pytest.mark.parametrize("tiles", [Tiles(4, 256, 128, 4), Tiles(16, 16, 16, 4), Tiles(1, 128, 1, 4)])
-def test_tiles_of_any_size(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tiles", [BackwardConfig(4, 256, 128, 4), BackwardConfig(16, 16, 16, 4), BackwardConfig(1, 128, 1, 4)]
+)
+def test_tiles_of_any_size(tiles: BackwardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp, "BACKWARD", tiles)
-    monkeypatch.setattr(mlp, "FORWARD", Line(2048, 4))
+    monkeypatch.setattr(mlp, "FORWARD", ForwardConfig(2048, 4))
     check(given("no multiple of anything"), EPSILON[torch.float32])
 
 
@@ -334,7 +336,7 @@ def test_compiled_whole(kind: type[Layers], how: str, monkeypatch: pytest.Monkey
             calls.clear()
             out = model(leaf)
         out.float().square().sum().backward()
-        # `lean_block` must not compute it again
+        # `run_selectively_checkpointed` must not compute it again
         assert calls == ([True, True] if kind is Again else [True])
         grads = [parameter.grad for parameter in layers.parameters()]
         assert all(grad is not None and grad.dtype == torch.float32 for grad in grads)

@@ -33,8 +33,8 @@ Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 8 rows, of which the programs have one to three."""
-    monkeypatch.setattr(norm, "FORWARD", {norm.WIDEST: Config(8, 4, programs=2)})
-    monkeypatch.setattr(norm, "BACKWARD", {norm.WIDEST: Config(8, 4, programs=3)})
+    monkeypatch.setattr(norm, "FORWARD", {norm.MAX_WIDTH: Config(8, 4, programs=2)})
+    monkeypatch.setattr(norm, "BACKWARD", {norm.MAX_WIDTH: Config(8, 4, programs=3)})
 
 
 def given(form: str, rows: int = 53, dim: int = 48, dtype: torch.dtype = torch.float32) -> Given:
@@ -127,19 +127,19 @@ def test_tables_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for dim in (384, 768, 1024, 1280, 4096):
         check(given("scaled", 11, dim, torch.float16), 4e-3)
     for table in (norm.FORWARD, norm.BACKWARD):
-        assert max(table) == norm.WIDEST
+        assert max(table) == norm.MAX_WIDTH
 
 
 def test_pieces() -> None:
-    cuts = {dim: norm.pieces_of(dim) for dim in (16, 48, 64, 80, 384, 640, 768, 1024, 1280, 4096)}
+    cuts = {dim: norm.split_columns(dim) for dim in (16, 48, 64, 80, 384, 640, 768, 1024, 1280, 4096)}
     assert cuts[16] == (1, 16)
     assert cuts[48] == (3, 16)
     assert cuts[384] == (3, 128)
     assert cuts[768] == (3, 256)
     assert cuts[1024] == (4, 256)
     assert cuts[4096] == (4, 1024)
-    for dim in range(16, norm.WIDEST + 1, 16):
-        count, width = norm.pieces_of(dim)
+    for dim in range(16, norm.MAX_WIDTH + 1, 16):
+        count, width = norm.split_columns(dim)
         assert dim <= count * width <= 1 << (dim - 1).bit_length()
         assert width & (width - 1) == 0
 
@@ -350,7 +350,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dtype=torch.float32)
     assert not fits(device="cpu")
     assert not fits(dim=24)
-    assert not fits(dim=norm.WIDEST + 16)
+    assert not fits(dim=norm.MAX_WIDTH + 16)
     assert not fits(before=(2, 9))
     monkeypatch.setattr(triton_available, "possible", False)
     assert not fits()

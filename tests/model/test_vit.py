@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import Tensor
 
-from adclr.model.blocks import Attention, QueryKeys, for_tokens, readable
+from adclr.model.blocks import Attention, QueryKeys, attention_mask, expand_to_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.vit import Input, VisionTransformer
 from adclr.weights.backbone import create_backbone
@@ -156,11 +156,13 @@ def test_each_reading_is_the_attention_it_says(query_keys: QueryKeys, num_regist
     attention = Attention(12, 3, query_keys, prefix)
     torch.manual_seed(2)
     q, k, v = torch.randn(3, 2, 3, len(image) + queries, 4)
-    torch.testing.assert_close(
-        attention.attend(q, k, v, len(image)).double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6
-    )
-    table = readable(len(image) + queries, len(image), prefix, query_keys, torch.device("cpu"))
-    assert [row.nonzero().flatten().tolist() for row in table] == answering
+    group = Group(2, len(image) + queries, len(image))
+    attention.qkv = torch.nn.Identity()  # type: ignore[assignment]
+    rows = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(group.sequences * group.tokens, 36)
+    found = attention(rows, [group]).view(2, group.tokens, 3, 4).transpose(1, 2)
+    torch.testing.assert_close(found.double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6)
+    mask = attention_mask(group, query_keys, prefix, torch.device("cpu"))
+    assert [row.nonzero().flatten().tolist() for row in mask] == answering
 
 
 def copy_from_timm(name: str, size: int) -> tuple[torch.nn.Module, VisionTransformer]:
@@ -215,7 +217,7 @@ def test_blocks_in_windows_see_their_window_alone() -> None:
     images = torch.randn(2, 3, 5 * vit.patch_size, 7 * vit.patch_size)
     kept = torch.rand(vit.depth, 2, 2) + 0.5
     last = vit.depth - 1
-    (found,) = vit.in_windows(images, [last], 3, kept=kept)
+    (found,) = vit.in_windows(images, [last], 3, drop_path=kept)
     x = vit.embed(images)[:, vit.num_prefix :].unflatten(1, (5, 7))
 
     def through(block: int, part: torch.Tensor) -> torch.Tensor:
@@ -291,14 +293,14 @@ def test_attention_rows_sum_to_one_and_give_the_blocks_output(query_keys: QueryK
     weights = vit.attention(images, queries, block=1)
     assert weights.shape == (3, 3, tokens, tokens)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 3, tokens))
-    x, num_image = vit._start(images, queries, None)
-    x = x.flatten(0, 1)
-    _, y = vit.blocks[0](x, vit.first_norm(x), [Group(3, tokens, num_image)], vit.blocks[1].norm1)
+    x, group = vit._embed_sequences(images, queries, None)
+    _, y = vit.blocks[0](x, vit.first_norm(x), [group], vit.blocks[1].norm1)
     y = y.unflatten(0, (3, tokens))
     attn = vit.blocks[1].attn
     assert isinstance(attn, Attention)
-    q, k, v = attn.split(y)
-    torch.testing.assert_close(weights @ v, attn.attend(q, k, v, num_image), rtol=1e-4, atol=1e-5)
+    _, _, v = attn.split(y)
+    read = attn(y.flatten(0, 1), [group]).unflatten(0, (3, tokens))
+    torch.testing.assert_close((weights @ v).transpose(1, 2).flatten(2), read, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -417,7 +419,7 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     vit = make(drop_path=0.5)
     images, _ = inputs()
     assert torch.equal(vit(images).cls, vit(images).cls)
-    kept = vit.train()._kept(4000, torch.device("cpu"))
+    kept = vit.train()._draw_drop_path(4000, torch.device("cpu"))
     assert kept is not None
     for block, rate in enumerate([0.0, 0.25, 0.5]):
         found = kept[block]
@@ -425,10 +427,10 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
         assert abs(found.mean().item() - 1) < 0.05
         assert (found[0] != found[1]).any() or rate == 0  # each branch of a block draws for itself
     groups = [Group(2, 3, 3), Group(1, 2, 2)]
-    assert for_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
+    assert expand_to_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
     block = vit.blocks[0]
     x = torch.randn(8, 48)
-    factors = for_tokens(torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]), groups)
+    factors = expand_to_tokens(torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]]), groups)
     dropped, normed = block(x, vit.first_norm(x), groups, vit.norm, factors)
     assert torch.equal(dropped[:3], x[:3])
     assert not torch.isclose(dropped[3:], x[3:]).any(dim=1).all()

@@ -27,26 +27,6 @@ import collapses
 CPU = torch.device("cpu")
 
 
-def test_the_rank_is_the_number_of_directions_used_alike() -> None:
-    torch.manual_seed(0)
-    for rank in (1, 3, 8):
-        directions = torch.linalg.qr(torch.randn(16, 16))[0][:rank]
-        codes = torch.linalg.qr(torch.randn(400, rank))[0]
-        deviation, found = matching.spread(codes @ directions + 0.0)
-        # unit length takes one direction away, or not, but never adds one
-        assert found <= rank + 1e-3
-        assert found > 0.7 * rank
-        assert 0 < deviation <= 1
-    same = torch.randn(1, 16).expand(50, 16)
-    assert matching.spread(same)[0] < 1e-6
-    few = torch.randn(5, 64)  # fewer rows than directions: the other way round, the same number
-    centered = torch.nn.functional.normalize(few, dim=-1)
-    centered = centered - centered.mean(dim=0)
-    shares = torch.linalg.svdvals(centered).square()
-    shares = shares[shares > 1e-9] / shares.sum()
-    assert matching.spread(few)[1].item() == pytest.approx(torch.exp(-(shares * shares.log()).sum()).item(), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"query_read_only_blocks": 2, "query_keys": "patches"}, {"target": "sinkhorn"}]
 )

@@ -18,8 +18,8 @@ from torch import Tensor
 from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.augment import Views
 from adclr.model.ops import attention
+from adclr.model.views import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
 from adclr.training.cuda_graph import NotRecorded, Recorded
 from adclr.training.step import Step
@@ -201,7 +201,7 @@ def test_runs_that_are_compared_on_a_gpu_are_of_the_kernels(
     told = importlib.import_module("on_gpu").for_kernels(masked_weight=masked_weight, device="cpu", deterministic=True)
     settings = sections.build(Settings, told)
     dim, _, heads = settings.model.shape
-    assert dim // heads in attention.WIDTHS
+    assert dim // heads in attention.HEAD_WIDTHS
     losses = job.build(settings)(micro_batch.random_views(settings, 2, torch.device("cpu")), 0.05)
     assert all(loss.isfinite() for loss in losses)
     assert bool(losses.masked) == bool(masked_weight)

@@ -20,9 +20,9 @@ from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data import augment
-from adclr.data.augment import Views
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Feed
+from adclr.model.views import Views
 from adclr.system import machine
 from adclr.training import launch, micro_batch, plan_cost, plan_gpus, plan_trial, planning
 from adclr.training.step import Step

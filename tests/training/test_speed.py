@@ -14,7 +14,7 @@ import torch
 
 from adclr import pretrain
 from adclr.data.prefetch import Ahead
-from adclr.model.blocks import again_block, run_block
+from adclr.model.blocks import run_block, run_checkpointed
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import VisionTransformer
 from adclr.system import devices, trial_kernels, triton_available
@@ -74,7 +74,7 @@ def test_kernels_that_cannot_be_compiled_are_not_launched(
     assert capsys.readouterr().err == "Triton cannot compile kernels here, so all is slower (no compiler of any kind)\n"
     assert not any(module.fits(gpu) for module in (norm, mlp))  # type: ignore[arg-type]
     assert not attention.fits(gpu, [], 1)  # type: ignore[arg-type]
-    assert not head_loss.possible(gpu)  # type: ignore[arg-type]
+    assert not head_loss.fits(gpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -133,7 +133,7 @@ def test_auto_compiles_on_a_gpu_only_and_activations_are_checkpointed_when_asked
     assert speed.prepare(method, tiny(), CPU, None, 4) is None
     assert method.student.backbone.run_block is run_block
     assert speed.prepare(method, tiny(checkpoint_activations=True), CPU, None, 4) is None
-    assert method.student.backbone.run_block is again_block
+    assert method.student.backbone.run_block is run_checkpointed
     assert method.teacher.backbone.run_block is run_block
 
 
@@ -175,7 +175,7 @@ def test_the_micro_batch_is_fitted_to_blocks_that_are_run_again(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
-    for again, run in ((True, again_block), (False, run_block)):
+    for again, run in ((True, run_checkpointed), (False, run_block)):
         settings = tiny(checkpoint_activations=again)
         method = build(settings)
         method.register_forward_hook(lambda m, *_: seen.append(m.student.backbone.run_block))

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
-from adclr.data.augment import Views, render
+from adclr.data.augment import render
 from adclr.data.draws import combine, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Ahead
 from adclr.data.views import BatchPlan, plan
+from adclr.model.views import Views
 from adclr.system import distributed
 
 Order = Iterable[tuple[int, NDArray[np.int64]]]  # epoch and indices of the images of each micro-batch

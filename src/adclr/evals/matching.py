@@ -28,6 +28,7 @@ from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import prepared
+from adclr.model.effective_rank import effective_rank
 from adclr.model.vit import VisionTransformer
 from adclr.system.devices import choose
 from adclr.system.progress import track
@@ -154,8 +155,8 @@ def score(
         "image_matching_chance": 100 / num_images,
         "patch_matching": 100 * right / count,
         "patch_matching_chance": 100 * chance / count,
-        "rank_cls": spread(torch.cat(cls))[1].item(),
-        "rank_patches": spread(torch.cat(patches))[1].item(),
+        "rank_cls": effective_rank(torch.cat(cls)).item(),
+        "rank_patches": effective_rank(torch.cat(patches)).item(),
         "num_images": float(num_images),
     }
 
@@ -220,17 +221,3 @@ def _middles(size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tenso
     sides = ((torch.arange(n, device=device) + 0.5) / n for n in size)
     down, across = torch.meshgrid(*sides, indexing="ij")
     return down, across
-
-
-def spread(features: Tensor) -> tuple[Tensor, Tensor]:
-    """n×D: the deviation of features of length 1 from image to image (1: in all directions), and their effective rank.
-
-    The rank is exp of the entropy of the covariance's eigenvalues as shares: D if all directions are used alike.
-    """
-    unit = F.normalize(features, dim=-1)
-    centered = unit - unit.mean(dim=0)
-    deviation = centered.square().sum(dim=-1).mean().sqrt()
-    small = centered.T @ centered if centered.shape[0] > centered.shape[1] else centered @ centered.T
-    values = torch.linalg.eigvalsh(small).clamp(min=0)
-    shares = values / values.sum().clamp(min=1e-30)
-    return deviation, torch.special.entr(shares).sum().exp()

@@ -1,4 +1,4 @@
-"""Blocks compiled, or left as they are where that fails."""
+"""Compilation of the blocks, with a fallback to uncompiled ones."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ import torch
 from adclr.model.vit import VisionTransformer
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """All but this one: what is made again in backward has nothing in place, and the user could not change it."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
 class Compiled(NamedTuple):
-    seconds: float  # that compiling took, or finding what an earlier run had compiled
-    failure: str | None  # why blocks run uncompiled although they should not
+    """The outcome of `compile_blocks`."""
+
+    seconds: float  # spent on compiling, or on loading from the compiler's cache
+    failure: str | None  # why blocks run uncompiled
 
 
 def compile_blocks(backbones: Sequence[VisionTransformer], trial: Callable[[], None]) -> Compiled:
-    """`trial` does one step of noise, forward and backward, so that whatever goes wrong does so here.
+    """Compile the blocks and run `trial`, one forward and backward on noise, so that failures occur here.
 
-    Then blocks stay as they were and the user is told.
+    After a failure the blocks run as before, and a warning is printed.
     """
-    plain = [backbone.run_block for backbone in backbones]
+    previous = [backbone.run_block for backbone in backbones]
     started, failure = time.monotonic(), None
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
-    torch.compiler.reset()  # all models share one function, and 8 forms of it are kept
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_relevant)
+    torch.compiler.reset()  # all models share one function, of which 8 variants are cached
     for backbone in backbones:
         backbone.compile_blocks()
     try:
         trial()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler has many ways to fail, most of them somebody's missing compiler
-        for backbone, before in zip(backbones, plain, strict=True):
-            backbone.run_block = before
-        reason = " ".join(str(error).split("\n\n")[0].split())  # what follows is a traceback and advice on it
+    except Exception as error:  # a compiler fails in many ways, most often because a C compiler is missing
+        for backbone, run_block in zip(backbones, previous, strict=True):
+            backbone.run_block = run_block
+        reason = " ".join(str(error).split("\n\n")[0].split())  # a traceback and advice follow
         failure = f"{type(error).__name__}: {reason[:300]}"
         print(f"the blocks could not be compiled, so training is slower ({failure})", file=sys.stderr)
     return Compiled(time.monotonic() - started, failure)
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Return false for a warning about in-place operations in checkpoints: blocks have none."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""The projection head: one, shared by `[CLS]`, queries and patches."""
+"""The projection head, shared by `[CLS]`, queries and patches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class ProjectionHead(nn.Module):
-    """D -> 2048 -> 2048 -> 256, L2-normalised, then K weight-normalised prototypes without bias.
+    """DINO's head: D -> 2048 -> 2048 -> 256, L2-normalized, then K weight-normalized prototypes without bias.
 
-    `project` and `prototypes` are apart because the second is linear: the mean of all logits is the logits of the
-    mean projection, which is how the centers see every patch without K numbers for each of them.
+    `project` and `prototypes` are separate because the second is linear: the mean of the logits is the logits of the
+    mean projection, so the centers use every patch without computing its K logits.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ProjectionHead(nn.Module):
         self.last_layer = Prototypes(bottleneck_dim, num_prototypes, train_gain)
 
     def project(self, x: Tensor) -> Tensor:
-        """...×D -> ...×256 of length 1."""
+        """...×D -> ...×256 of unit length."""
         return F.normalize(self.mlp(x), dim=-1)
 
     def prototypes(self, projected: Tensor) -> Tensor:
@@ -47,11 +47,12 @@ class ProjectionHead(nn.Module):
         return cast(Tensor, self.last_layer(projected))
 
     def forward(self, x: Tensor) -> Tensor:
+        """...×D -> ...×K logits."""
         return self.prototypes(self.project(x))
 
 
 class Prototypes(nn.Module):
-    """A linear layer whose rows are directions times gains. The gain is K×1, so it is decayed as DINO's is."""
+    """A weight-normalized linear layer: rows of unit length times gains, K×1, which are decayed as in DINO."""
 
     def __init__(self, dim: int, num_prototypes: int, train_gain: bool) -> None:
         super().__init__()
@@ -61,8 +62,9 @@ class Prototypes(nn.Module):
         self.gain = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=train_gain)
 
     def matrix(self) -> Tensor:
-        """K×256."""
+        """Return the prototypes, K×256."""
         return self.gain * F.normalize(self.direction, dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """...×256 -> ...×K logits."""
         return F.linear(x, self.matrix())

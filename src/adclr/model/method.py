@@ -6,7 +6,7 @@ Without queries it is DINO; without queries and with masks, iBOT; with queries, 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,51 +14,30 @@ from torch import Tensor, nn
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.model.ops import head_loss
-from adclr.model.vit import Input, Tokens, VisionTransformer
+from adclr.model.views import Masks, Views
+from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 
 Kind = Literal["global", "query", "masked"]
 
-TEMPERATURE = 0.07  # of the teacher's targets, where another is reached by scaling its outputs
-
-
-class Masks(Protocol):
-    """Which patches of the student's global views are hidden, and where the hidden ones lie."""
-
-    @property
-    def grid(self) -> Tensor: ...  # 2×B×N bool
-    @property
-    def index(self) -> Tensor: ...  # M places in the flattened grid
-    @property
-    def weight(self) -> Tensor: ...  # M, 1 / (hidden patches of the view · B · 2)
-
-
-class Views(Protocol):
-    @property
-    def global_crops(self) -> Tensor: ...  # 2×B×3×S×S
-    @property
-    def local_crops(self) -> Tensor | None: ...  # L×B×3×s×s
-    @property
-    def queries(self) -> Tensor | None: ...  # B×Q×3×P×P
-    @property
-    def masks(self) -> Masks | None: ...
+KERNEL_TEMPERATURE = 0.07  # of the teacher in the fused loss; others are reached by scaling its logits
 
 
 class Losses(NamedTuple):
-    """Scalars of one batch; `total` has the gradient. Terms that are not used are 0."""
+    """Scalars of one batch; only `total` has a gradient in every path. Unused terms are 0."""
 
     total: Tensor
     global_: Tensor
     query: Tensor
     masked: Tensor
-    entropy: Tensor  # of the teacher's [CLS] targets, of log K: 1 is uniform, 0 is one prototype for each
+    entropy: Tensor  # of the teacher's [CLS] targets, as a share of log K: 1 if uniform, 0 if one-hot
 
 
 class Outputs(NamedTuple):
-    """One number for each prototype: the student's logits or the teacher's targets.
+    """The student's logits or the teacher's targets.
 
-    A of the Q queries of an image are anchored to a local view. V is the number of the branch's views that have
-    queries; the student has one more answer to an anchored query, the `[CLS]` of its local view.
+    Of the Q queries of an image, A are anchored to a local view. V is the number of the branch's views that have
+    queries; for an anchored query the student has one output more, the `[CLS]` of its local view.
     """
 
     global_: Tensor  # V×B×K
@@ -67,15 +46,15 @@ class Outputs(NamedTuple):
     masked: Tensor | None  # M×K
 
 
-class Rows(NamedTuple):
-    """What the head projects of one branch's tokens, before the last layer; in the order of `Outputs`."""
+class Projections(NamedTuple):
+    """The head's output for one branch's tokens, before the prototypes; in the order of `Outputs`."""
 
-    projected: Tensor  # R×256, of length 1
+    rows: Tensor  # rows×256, of unit length
     sizes: tuple[int, int, int, int]  # rows of each kind
 
 
 class Branch(nn.Module):
-    """A backbone with its head; the student is one and the teacher is one."""
+    """A backbone with its head: the student or the teacher."""
 
     def __init__(self, backbone: VisionTransformer, head: ProjectionHead) -> None:
         super().__init__()
@@ -84,7 +63,7 @@ class Branch(nn.Module):
 
 
 class ADCLR(nn.Module):
-    """`losses = method(views, teacher_temperature)`; backward; optimizer; `method.update(momentum, ok)`."""
+    """One step is `losses = method(views, teacher_temperature)`, backward, optimizer, `method.update(momentum, ok)`."""
 
     def __init__(
         self,
@@ -98,7 +77,7 @@ class ADCLR(nn.Module):
         center: Literal["separate", "shared"] = "separate",
         target: Literal["center", "sinkhorn"] = "center",
         queries_in_local_views: bool = False,
-        anchored_queries: int = 0,  # A: the first queries of an image, each cut out where a local view is
+        anchored_queries: int = 0,  # A: the first queries of an image, each cut out at the position of a local view
     ) -> None:
         super().__init__()
         self.student, self.teacher = student, teacher
@@ -115,32 +94,39 @@ class ADCLR(nn.Module):
         self.train()
 
     def center(self, kind: Kind) -> Center:
+        """Return the center of one kind of token."""
         center = self.centers[kind if kind in self.centers else "shared"]
         assert isinstance(center, Center)
         return center
 
     def train(self, mode: bool = True) -> ADCLR:
+        """Set the student's mode; the teacher has no drop path and stays in evaluation mode."""
         super().train(mode)
-        self.teacher.eval()  # drop path is the student's only
+        self.teacher.eval()
         return self
 
     def forward(
         self, views: Views, teacher_temperature: float | Tensor, query_temperature: float | Tensor | None = None
     ) -> Losses:
-        """`query_temperature` is the teacher's for queries; None: the same as for all else."""
-        temperatures = teacher_temperature, teacher_temperature if query_temperature is None else query_temperature
-        if self.target == "center" and head_loss.possible(views.global_crops):
-            taught = self.read_as_teacher(views)
-            return self.compare_in_chunks(taught, self.read_as_student(views), views, *temperatures)
-        return self.compare(self.teach(views, *temperatures), self.study(views), views.masks)
+        """Return the losses of a batch. `query_temperature` is the teacher's for queries, by default the same."""
+        if query_temperature is None:
+            query_temperature = teacher_temperature
+        if self.target == "center" and head_loss.fits(views.global_crops):
+            teacher = self._project_teacher(views)
+            student = self._project_student(views)
+            return self._fused_losses(teacher, student, views, teacher_temperature, query_temperature)
+        targets = self.teacher_targets(views, teacher_temperature, query_temperature)
+        return self._plain_losses(targets, self.student_logits(views), views.masks)
+
+    # -- backbones and heads --
 
     @torch.no_grad()
-    def read_as_teacher(self, views: Views) -> Rows:
-        """The teacher reads the two whole global views; the centers see every row, also of patches not masked."""
+    def _project_teacher(self, views: Views) -> Projections:
+        """Run the teacher on the unmasked global views; the centers observe all patches, masked or not."""
         crops, head = views.global_crops, self.teacher.head
-        queries = _for_each_view(views.queries, crops.shape[0])
-        seen = Input(crops.flatten(0, 1), queries, patches=views.masks is not None)
-        (tokens,) = self.teacher.backbone.forward_many([seen])
+        queries = _repeat_for_views(views.queries, crops.shape[0])
+        batch = Input(crops.flatten(0, 1), queries, patches=views.masks is not None)
+        (tokens,) = self.teacher.backbone.forward_many([batch])
         cls = head.project(tokens.cls)
         query = masked = cls[:0]
         self._observe("global", cls)
@@ -151,27 +137,27 @@ class ADCLR(nn.Module):
             patches = head.project(tokens.patches.flatten(0, 1))
             self._observe("masked", patches)
             masked = patches[views.masks.index]
-        return self._rows(cls, query, masked, views)
+        return self._order_rows(cls, query, masked, views)
 
     def _observe(self, kind: Kind, projected: Tensor) -> None:
-        """The last layer is linear: the mean of the outputs is the output of the mean."""
+        """Update a center's sums. The prototypes are linear: the mean of the logits is the logits of the mean."""
         if self.target == "center":
             head = self.teacher.head
             with torch.autocast(projected.device.type, enabled=False):
                 mean = projected.mean(dim=0, dtype=head.last_layer.direction.dtype)
                 self.center(kind).observe(head.prototypes(mean), projected.shape[0])
 
-    def read_as_student(self, views: Views) -> Rows:
-        """The student reads all views, the global ones masked; one pass of the head."""
+    def _project_student(self, views: Views) -> Projections:
+        """Run the student on all views, the global ones masked; the head runs once for all tokens."""
         crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
-        queries = _for_each_view(views.queries, crops.shape[0])
+        queries = _repeat_for_views(views.queries, crops.shape[0])
         inputs = [Input(crops.flatten(0, 1), queries, mask, patches=mask is not None)]
         if views.local_crops is not None:
             local = views.local_crops
-            queries = views.queries if self.queries_in_local_views else None
-            inputs.append(Input(local.flatten(0, 1), _for_each_view(queries, local.shape[0]), patches=False))
-        outputs: list[Tokens] = self.student.backbone.forward_many(inputs)
+            queries = _repeat_for_views(views.queries, local.shape[0]) if self.queries_in_local_views else None
+            inputs.append(Input(local.flatten(0, 1), queries, patches=False))
+        outputs = self.student.backbone.forward_many(inputs)
         cls = torch.cat([tokens.cls for tokens in outputs])
         rows = [cls]
         rows += [tokens.queries.flatten(0, 1) for tokens in outputs if tokens.queries is not None]
@@ -181,32 +167,37 @@ class ADCLR(nn.Module):
         projected = self.student.head.project(torch.cat(rows))
         sizes = [len(cls), num_queries, len(projected) - len(cls) - num_queries]
         cls, query, masked = projected.split_with_sizes(sizes)
-        return self._rows(cls, query, masked, views, projected)
+        return self._order_rows(cls, query, masked, views, projected)
 
-    def _rows(self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None) -> Rows:
-        """Puts rows in the order of `Outputs`; `joined` is all three of them together, where it is there already.
+    def _order_rows(
+        self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None
+    ) -> Projections:
+        """Return rows in the order of `Outputs`; `joined` is the concatenation of the three, if there is one.
 
-        Student rows have the `[CLS]` of local views behind those of the global ones: they answer anchored queries.
+        In the student's rows the `[CLS]` of local views follow those of the global views. They are repeated as the
+        outputs for anchored queries.
         """
-        anchored = min(self.anchored_queries, _num_queries(views))
+        anchored = min(self.anchored_queries, views.num_queries)
         if not anchored:
             joined = torch.cat([cls, query, masked]) if joined is None else joined
-            return Rows(joined, (len(cls), 0, len(query), len(masked)))
+            return Projections(joined, (len(cls), 0, len(query), len(masked)))
         batch, dim = views.global_crops.shape[1], cls.shape[-1]
-        query = query.view(-1, batch, _num_queries(views), dim)
+        query = query.view(-1, batch, views.num_queries, dim)
         local = cls.view(-1, batch, dim)[2 : 2 + anchored].transpose(0, 1)  # B×A×256; the teacher has none
         parts = [cls, query[:, :, :anchored].reshape(-1, dim), local.reshape(-1, dim)]
         parts += [query[:, :, anchored:].reshape(-1, dim), masked]
         sizes = [len(part) for part in parts]
-        return Rows(torch.cat(parts), (sizes[0], sizes[1] + sizes[2], sizes[3], sizes[4]))
+        return Projections(torch.cat(parts), (sizes[0], sizes[1] + sizes[2], sizes[3], sizes[4]))
+
+    # -- losses in plain PyTorch --
 
     @torch.no_grad()
-    def teach(
+    def teacher_targets(
         self, views: Views, teacher_temperature: float | Tensor, query_temperature: float | Tensor | None = None
     ) -> Outputs:
-        """What the teacher says the student should say."""
-        rows = self.read_as_teacher(views)
-        logits = self._split(self.teacher.head.prototypes(rows.projected), rows, views)
+        """Return the probabilities that the student learns to predict."""
+        projections = self._project_teacher(views)
+        logits = self._split_kinds(self.teacher.head.prototypes(projections.rows), projections, views)
 
         def targets(kind: Kind, logits: Tensor | None) -> Tensor | None:
             if logits is None:
@@ -222,95 +213,98 @@ class ADCLR(nn.Module):
         global_ = targets("global", logits.global_)
         assert global_ is not None
         if self.target == "sinkhorn" and logits.anchored is not None and logits.query is not None:
-            # one batch of queries, whatever they are: prototypes are used equally over all of them
+            # anchored or not, all queries are one batch, over which prototypes are used equally
             both = targets("query", torch.cat([logits.anchored, logits.query], dim=1))
             assert both is not None
-            parts = both.split_with_sizes([logits.anchored.shape[1], logits.query.shape[1]], dim=1)
-            return Outputs(global_, parts[0], parts[1], targets("masked", logits.masked))
-        anchored, query = targets("query", logits.anchored), targets("query", logits.query)
-        return Outputs(global_, anchored, query, targets("masked", logits.masked))
+            anchored, query = both.split_with_sizes([logits.anchored.shape[1], logits.query.shape[1]], dim=1)
+            return Outputs(global_, anchored, query, targets("masked", logits.masked))
+        return Outputs(
+            global_,
+            targets("query", logits.anchored),
+            targets("query", logits.query),
+            targets("masked", logits.masked),
+        )
 
-    def study(self, views: Views) -> Outputs:
-        """The student's logits."""
-        rows = self.read_as_student(views)
-        return self._split(self.student.head.prototypes(rows.projected), rows, views)
+    def student_logits(self, views: Views) -> Outputs:
+        """Return the student's logits."""
+        projections = self._project_student(views)
+        return self._split_kinds(self.student.head.prototypes(projections.rows), projections, views)
 
-    def _share_anchored(self, views: Views) -> float:
-        """Of the queries: every query counts the same, however many answers it has."""
-        count = _num_queries(views)
-        return min(self.anchored_queries, count) / max(1, count)
+    def _split_kinds(self, logits: Tensor, projections: Projections, views: Views) -> Outputs:
+        """rows×K -> outputs by kind."""
+        batch, width = views.global_crops.shape[1], logits.shape[-1]
+        cls, anchored, query, masked = logits.split_with_sizes(projections.sizes)
+        num_anchored = min(self.anchored_queries, views.num_queries)
+        num_others = views.num_queries - num_anchored
+        return Outputs(
+            cls.view(-1, batch, width),
+            anchored.view(-1, batch * num_anchored, width) if num_anchored else None,
+            query.view(-1, batch * num_others, width) if num_others else None,
+            None if views.masks is None else masked,
+        )
 
-    def compare_in_chunks(
+    def _plain_losses(self, targets: Outputs, logits: Outputs, masks: Masks | None) -> Losses:
+        temperature = self.student_temperature
+        query = masked = logits.global_.new_zeros((), dtype=torch.float32)
+        global_ = paired_loss(targets.global_, logits.global_, temperature)
+        num_queries = sum(part.shape[1] for part in (targets.anchored, targets.query) if part is not None)
+        for target, prediction in ((targets.anchored, logits.anchored), (targets.query, logits.query)):
+            if target is not None and prediction is not None:
+                share = target.shape[1] / num_queries
+                query = query + share * paired_loss(target, prediction, temperature)
+        if logits.masked is not None:
+            assert targets.masked is not None
+            assert masks is not None
+            masked = masked_loss(targets.masked, logits.masked, masks.weight, temperature)
+        total = global_ + self.query_weight * query + self.masked_weight * masked
+        entropy = torch.special.entr(targets.global_).sum(dim=-1).mean() / math.log(self.num_prototypes)
+        return Losses(total, global_, query, masked, entropy)
+
+    # -- losses with kernels --
+
+    def _fused_losses(
         self,
-        taught: Rows,
-        studied: Rows,
+        teacher: Projections,
+        student: Projections,
         views: Views,
         teacher_temperature: float | Tensor,
         query_temperature: float | Tensor,
     ) -> Losses:
-        """As `compare`, from rows before the last layer, whose logits are never all there; only `total` has a graph."""
-        images = views.global_crops.shape[1]
-        share, weight = self._share_anchored(views), self.query_weight
-        # a temperature that changes is taken into the teacher's outputs, so that the kernels need not know it
-        sharper, query_sharper = TEMPERATURE / teacher_temperature, TEMPERATURE / query_temperature
-        query_center = self.center("query").value * query_sharper
-
-        def items(kind: int) -> int:
-            return taught.sizes[kind] // 2
-
-        parts = [head_loss.Part(images, studied.sizes[0] // images, self.center("global").value * sharper, 1.0)]
+        """Return the losses of `_plain_losses` without storing all logits; only `total` has a gradient."""
+        images, weight = views.global_crops.shape[1], self.query_weight
+        # every query counts the same, however many outputs the student has for it
+        share = min(self.anchored_queries, views.num_queries) / max(1, views.num_queries)
+        # the temperature changes from step to step, which the teacher's logits take instead of the kernels
+        scale, query_scale = KERNEL_TEMPERATURE / teacher_temperature, KERNEL_TEMPERATURE / query_temperature
+        query_center = self.center("query").value * query_scale
+        _, num_anchored, num_others, _ = (size // 2 for size in teacher.sizes)  # of both teacher views
+        parts = [head_loss.Part(images, student.sizes[0] // images, self.center("global").value * scale, 1.0)]
         if share:
-            parts.append(head_loss.Part(items(1), studied.sizes[1] // items(1), query_center, weight * share))
-        views_each = studied.sizes[2] // max(1, items(2))
-        parts.append(head_loss.Part(items(2), views_each, query_center, weight * (1 - share)))
-        weights = studied.projected[:0, 0] if views.masks is None else views.masks.weight
-        masked_center = self.center("masked").value * sharper
-        parts.append(head_loss.Part(studied.sizes[3], 1, masked_center, self.masked_weight, weights))
-        cls, anchored, query, masked = taught.projected.split_with_sizes(taught.sizes)
-        compared = head_loss.compare(
-            studied.projected,
+            views_each = student.sizes[1] // num_anchored
+            parts.append(head_loss.Part(num_anchored, views_each, query_center, weight * share))
+        views_each = student.sizes[2] // max(1, num_others)
+        parts.append(head_loss.Part(num_others, views_each, query_center, weight * (1 - share)))
+        patch_weights = student.rows[:0, 0] if views.masks is None else views.masks.weight
+        masked_center = self.center("masked").value * scale
+        parts.append(head_loss.Part(student.sizes[3], 1, masked_center, self.masked_weight, patch_weights))
+        cls, anchored, query, masked = teacher.rows.split_with_sizes(teacher.sizes)
+        result = head_loss.head_loss(
+            student.rows,
             self.student.head.last_layer.matrix(),
-            torch.cat([cls * sharper, anchored * query_sharper, query * query_sharper, masked * sharper]),
+            torch.cat([cls * scale, anchored * query_scale, query * query_scale, masked * scale]),
             self.teacher.head.last_layer.matrix(),
             parts,
             self.student_temperature,
-            TEMPERATURE,
+            KERNEL_TEMPERATURE,
         )
-        global_, *of_queries, masked = compared.losses
+        global_, *of_queries, masked = result.losses
         query = of_queries[0] * share + of_queries[1] * (1 - share) if share else of_queries[0]
-        return Losses(compared.total, global_, query, masked, compared.entropy)
+        return Losses(result.total, global_, query, masked, result.entropy)
 
-    def compare(self, targets: Outputs, logits: Outputs, masks: Masks | None) -> Losses:
-        tau = self.student_temperature
-        zero = logits.global_.new_zeros((), dtype=torch.float32)
-        losses = {"global": paired_loss(targets.global_, logits.global_, tau), "query": zero, "masked": zero}
-        for wanted, answers in ((targets.anchored, logits.anchored), (targets.query, logits.query)):
-            if wanted is not None and answers is not None:
-                share = wanted.shape[1] / sum(t.shape[1] for t in (targets.anchored, targets.query) if t is not None)
-                losses["query"] = losses["query"] + share * paired_loss(wanted, answers, tau)
-        if logits.masked is not None:
-            assert targets.masked is not None
-            assert masks is not None
-            losses["masked"] = masked_loss(targets.masked, logits.masked, masks.weight, tau)
-        total = losses["global"] + self.query_weight * losses["query"] + self.masked_weight * losses["masked"]
-        entropy = torch.special.entr(targets.global_).sum(dim=-1).mean() / math.log(self.num_prototypes)
-        return Losses(total, losses["global"], losses["query"], losses["masked"], entropy)
-
-    def _split(self, x: Tensor, rows: Rows, views: Views) -> Outputs:
-        """R×K -> by kind."""
-        batch, width = views.global_crops.shape[1], x.shape[-1]
-        cls, anchored, query, masked = x.split_with_sizes(rows.sizes)
-        count = _num_queries(views)
-        num_anchored = min(self.anchored_queries, count)
-        return Outputs(
-            cls.view(-1, batch, width),
-            anchored.view(-1, batch * num_anchored, width) if num_anchored else None,
-            query.view(-1, batch * (count - num_anchored), width) if count > num_anchored else None,
-            None if views.masks is None else masked,
-        )
+    # -- after the step --
 
     def forget(self) -> None:
-        """As if no batch had been seen since the last update."""
+        """Reset gradients and the sums of the centers, as if no batch had come since the last update."""
         self.zero_grad(set_to_none=True)
         for center in self.centers.values():
             assert isinstance(center, Center)
@@ -318,10 +312,10 @@ class ADCLR(nn.Module):
 
     @torch.no_grad()
     def update(self, momentum: float | Tensor, ok: Tensor, head_only: bool = False) -> None:
-        """Moves teacher and centers after a step; where `ok` is false all of them stay as they are, to the bit.
+        """Move the teacher and the centers after a step; where `ok` is false they stay the same to the bit.
 
-        `head_only` is for a student whose backbone stands still: the mean of two equal numbers is not always that
-        number, so the teacher's backbone is not touched.
+        `head_only` is for a frozen backbone: the weighted mean of two equal numbers is not always that number, so the
+        teacher's backbone is left out.
         """
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
         teacher, student = (
@@ -335,10 +329,6 @@ class ADCLR(nn.Module):
             center.update(ok)
 
 
-def _for_each_view(queries: Tensor | None, num_views: int) -> Tensor | None:
-    """B×Q×... -> (V·B)×Q×...: the same pixels go to every view."""
+def _repeat_for_views(queries: Tensor | None, num_views: int) -> Tensor | None:
+    """B×Q×... -> (V·B)×Q×...: every view gets the same query crops."""
     return None if queries is None else queries.repeat(num_views, 1, 1, 1, 1)
-
-
-def _num_queries(views: Views) -> int:
-    return 0 if views.queries is None else views.queries.shape[1]

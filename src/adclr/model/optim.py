@@ -13,11 +13,12 @@ from adclr.system import distributed
 
 
 def cosine(start: float, end: float, progress: float) -> float:
+    """Return the cosine schedule from `start` at progress 0 to `end` at progress 1 and beyond."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
-    """Linear from 0 to `peak` over `warmup` steps, then a cosine down to `final` at `total`."""
+    """Return the value at `step`: linear from 0 to `peak` over `warmup` steps, then a cosine to `final` at `total`."""
     if step < warmup:
         return peak * step / warmup
     return cosine(peak, final, (step - warmup) / max(1, total - warmup))
@@ -29,10 +30,11 @@ UNDECAYED = ("cls_token", "reg_token", "pos_embed")
 def layer_groups(
     named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups of a fine-tuning; `scale` is what the learning rate of each is multiplied with.
+    """Return parameter groups with layer-wise learning rates; `scale` is the factor of the learning rate of each.
 
-    Layer 0 is what makes tokens, block i is layer i + 1, the last norm and the head are layer depth + 1; each layer is
-    `layer_decay` times as fast as the one above it. Tokens, positions and what has one dimension are not decayed.
+    Layer 0 is the embedding, block i is layer i + 1, the final norm and the head are layer depth + 1; the learning rate
+    of a layer is `layer_decay` times that of the next. Tokens, position embeddings, norms and biases have no weight
+    decay.
     """
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in named:
@@ -42,12 +44,12 @@ def layer_groups(
         else:
             layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
         decayed = parameter.ndim > 1 and first not in UNDECAYED
-        new = {
+        group = {
             "params": [],
             "scale": layer_decay ** (depth + 1 - layer),
             "weight_decay": weight_decay if decayed else 0.0,
         }
-        groups.setdefault((layer, decayed), new)["params"].append(parameter)
+        groups.setdefault((layer, decayed), group)["params"].append(parameter)
     return list(groups.values())
 
 
@@ -60,11 +62,11 @@ def update(
     loss: Tensor,
     in_pieces: bool = False,
 ) -> Tensor:
-    """Clips, decays and steps; returns whether the step was good, as a 0-dim bool on the device.
+    """Clip, decay and step; return whether the step was finite, as a 0-dim bool on the device.
 
-    Each parameter tensor is clipped on its own. A loss or gradient that is not finite voids the step in every process:
-    parameters, moments and step counts stay as they are, to the bit. The host is never asked. `in_pieces`: each process
-    has a piece of every tensor only.
+    Each parameter tensor is clipped by its own norm. A loss or gradient that is not finite voids the step in every
+    process: parameters, moments and step counts stay the same to the bit, without a synchronization with the host.
+    `in_pieces` is for sharded parameters.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adclr.evals.matching import spread
+from adclr.model.effective_rank import deviation, effective_rank
 from adclr.model.losses import sinkhorn, soft_cross_entropy
-from adclr.model.method import ADCLR, Branch, Views
+from adclr.model.method import ADCLR, Branch
+from adclr.model.views import Views
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 
@@ -74,7 +75,8 @@ def measure(
                 gap = _query_image_gap(method, teacher, crops, queries, query_temperature or temperature)
             found["query_image_gap"] = gap
     for kind, features in kinds.items():
-        found[f"deviation_{kind}"], found[f"rank_{kind}"] = spread(features.float().nan_to_num())
+        features = features.float().nan_to_num()
+        found[f"deviation_{kind}"], found[f"rank_{kind}"] = deviation(features), effective_rank(features)
     found["teacher_student_distance"] = _distance(method)
     numbers = torch.stack([value.float().nan_to_num() for value in found.values()]).tolist()
     return dict(zip(found, numbers, strict=True))

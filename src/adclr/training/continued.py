@@ -6,7 +6,6 @@ gradients of a random head would only spoil it. W is read when settings are made
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from adclr.data.draws import mix
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import extract
 from adclr.model.blocks import LayerScale
+from adclr.model.effective_rank import effective_rank
 from adclr.model.method import ADCLR
 from adclr.system import distributed
 from adclr.system.files import write_atomically
@@ -96,14 +96,6 @@ def begin(method: ADCLR, settings: Settings) -> str:
     return fingerprint(weights)
 
 
-def effective_rank(features: Tensor) -> float:
-    """In how many directions features spread: e to the entropy of their singular values, centred, n×D."""
-    features = features.double()
-    values = torch.linalg.svdvals(features - features.mean(dim=0))
-    shares = values / values.sum().clamp(min=1e-30)
-    return math.exp(torch.special.entr(shares).sum().item())
-
-
 class Watch:
     """Looks whether features get worse than those it began with, with labels by kNN, without by what is left of them.
 
@@ -134,13 +126,15 @@ class Watch:
             self._recall()
 
     def _recall(self) -> None:
+        for row in self.run.rows("metrics.jsonl"):
+            if row.get("step") == 0:
+                self.first |= {name: value for name, value in row.items() if name in ("knn_top1", "effective_rank")}
         file = self.run.path / FEATURES
         if file.exists():
             kept = read_tensors(file)
             self.features = dict(zip(kept["keys"].tolist(), kept["features"], strict=True))
-        for row in self.run.rows("metrics.jsonl"):
-            if row.get("step") == 0:
-                self.first |= {name: value for name, value in row.items() if name in ("knn_top1", "effective_rank")}
+            # not as an earlier version of the program computed it
+            self.first["effective_rank"] = effective_rank(kept["features"].double()).item()
 
     def due(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total
@@ -170,7 +164,7 @@ class Watch:
             write_atomically(self.run.path / FEATURES, save(tensors))
             self.features = dict(zip(keys.tolist(), found.values, strict=True))
         shared = [place for place, key in enumerate(keys.tolist()) if key in self.features]
-        scores = {"effective_rank": effective_rank(found.values)}
+        scores = {"effective_rank": effective_rank(found.values.double()).item()}
         if shared:  # none is, on other images or where the file was lost
             before = torch.stack([self.features[int(keys[place])] for place in shared])
             now = found.values[shared]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.augment import Views
+from adclr.model.views import Views
 from adclr.system.devices import send, stream
 from adclr.system.text import one_line
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.augment import Views
 from adclr.data.prefetch import Ahead
 from adclr.evals.wording import is_percent
+from adclr.model.views import Views
 from adclr.report import health
 from adclr.system import distributed
 from adclr.system.progress import Line

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.augment import Views
 from adclr.data.prefetch import Ahead
 from adclr.model.compiled import Compiled
+from adclr.model.views import Views
 from adclr.report import health
 from adclr.report.live import Live, moments
 from adclr.system import distributed, machine

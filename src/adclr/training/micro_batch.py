@@ -8,8 +8,8 @@ import torch
 
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.augment import Masks, Views
 from adclr.model.method import ADCLR
+from adclr.model.views import Masks, Views
 from adclr.system import distributed
 from adclr.system.machine import GIB, available, host_memory
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adclr
 from adclr.config.sections import UserError
-from adclr.data.augment import Views
 from adclr.model.method import ADCLR
+from adclr.model.views import Views
 from adclr.system import machine
 from adclr.system.devices import choose, deterministic
 from adclr.system.files import write_json

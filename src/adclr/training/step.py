@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.augment import Views
 from adclr.model import optim
 from adclr.model.method import ADCLR
+from adclr.model.views import Views
 from adclr.system import distributed
 from adclr.system.devices import send
 from adclr.system.text import one_line

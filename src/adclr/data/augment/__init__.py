@@ -7,8 +7,6 @@ neighbors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,33 +18,9 @@ from adclr.data.augment.photometric import photometric
 from adclr.data.augment.resample import resample, resample_each
 from adclr.data.packed import Packed
 from adclr.data.views import BatchPlan, Crops
+from adclr.model.views import Masks, Views
 from adclr.system import triton_available
 from adclr.system.devices import send
-
-
-@dataclass(frozen=True)
-class Masks:
-    grid: Tensor  # 2×B×N bool, true where a patch is hidden
-    index: Tensor  # M places of hidden patches in the flattened grid
-    weight: Tensor  # M, 1 / (hidden patches of the view · B · 2)
-
-
-@dataclass(frozen=True)
-class Views:
-    global_crops: Tensor  # 2×B×C×S×S
-    local_crops: Tensor | None  # L×B×C×s×s
-    queries: Tensor | None  # B×Q×C×P×P
-    masks: Masks | None
-
-    def tensors(self) -> list[Tensor]:
-        masks = (self.masks.grid, self.masks.index, self.masks.weight) if self.masks is not None else ()
-        return [t for t in (self.global_crops, self.local_crops, self.queries, *masks) if t is not None]
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Views:
-        """Each of its tensors changed."""
-        local, queries = (None if t is None else change(t) for t in (self.local_crops, self.queries))
-        masks = self.masks and Masks(change(self.masks.grid), change(self.masks.index), change(self.masks.weight))
-        return Views(change(self.global_crops), local, queries, masks)
 
 
 @torch.no_grad()

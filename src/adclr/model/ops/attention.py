@@ -1,7 +1,7 @@
-"""The attention of short sequences that lie one behind the other in one tensor: all tokens ask, the first answer.
+"""Attention of short sequences of several lengths, all in one tensor: every token attends to the image tokens.
 
-The plain version says what is meant and works everywhere; on NVIDIA GPUs the kernels of `attention_kernels.py` do the
-same straight from the rows of the qkv layer. For `torch.compile` they are one operation.
+`plain` is the reference in PyTorch and works everywhere; on NVIDIA GPUs `fused` runs the kernels of
+`attention_kernels.py` directly on the output of the qkv layer, as one operation for `torch.compile`.
 """
 
 from __future__ import annotations
@@ -16,69 +16,71 @@ from torch import Tensor
 
 from adclr.system import triton_available
 
-DTYPES = (torch.bfloat16, torch.float16)  # float32, which has no tensor cores of full precision, is PyTorch's
-WIDTHS = (16, 32, 64, 128)  # of a head
-MOST = 272  # tokens that answer; where there are more, flash attention is at home
-MOST_HIDDEN = 15  # the first tile of keys, 16 at least, must hold one that answers
-ROOM = 200_000  # bytes on chip, for the tiles: H100, H200 and B200 have 228 kB, GPUs for consumers 100 kB
+DTYPES = (torch.bfloat16, torch.float16)  # tensor cores have no full float32: `plain` takes it
+HEAD_WIDTHS = (16, 32, 64, 128)
+MAX_KEYS = 272  # image tokens; flash attention is faster for more
+MAX_HIDDEN = 15  # the first tile of keys, at least 16, must hold one that queries attend to
+MIN_SHARED_MEMORY = 200_000  # bytes, for the tiles: H100, H200 and B200 have 228 kB, consumer GPUs 100 kB
 
 
 class Group(NamedTuple):
+    """Sequences of one length, each the image tokens and then the query tokens. Only image tokens are keys."""
+
     sequences: int
-    tokens: int  # of each sequence, all of which ask
-    image: int  # how many of them, the first, answer
-    hidden: int = 0  # how many of these, the first, do not answer the tokens behind the image's
+    tokens: int  # of a sequence
+    image: int  # image tokens of a sequence
+    hidden: int = 0  # image tokens, the first, that query tokens do not attend to
 
 
 def attend(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """M×3D -> M×D, with M the tokens of all groups and D the heads side by side, as timm's qkv layer has them."""
+    """M×3D -> M×D, with M the tokens of all groups and D the heads side by side, as in timm's qkv layer."""
     if fits(qkv, groups, num_heads):
         return fused(qkv, groups, num_heads)
     return plain(qkv, groups, num_heads)
 
 
 def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
-    """Whether the kernels can do it, on this device."""
+    """Return whether the kernels support these inputs on this device."""
     return (
         triton_available.possible
         and qkv.device.type == "cuda"
         and qkv.dtype in DTYPES
-        and qkv.shape[1] // 3 // num_heads in WIDTHS
-        and all(group.image <= MOST and group.hidden <= MOST_HIDDEN for group in groups)
-        and _has_room(qkv.device.index)
+        and qkv.shape[1] // 3 // num_heads in HEAD_WIDTHS
+        and all(group.image <= MAX_KEYS and group.hidden <= MAX_HIDDEN for group in groups)
+        and _has_shared_memory(qkv.device.index)
     )
 
 
-def _has_room(index: int) -> bool:
-    """The compiler takes the properties of a device for constants."""
-    return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor >= ROOM
+def _has_shared_memory(index: int) -> bool:
+    """A function of its own, because the compiler takes the properties of a device for constants."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor >= MIN_SHARED_MEMORY
 
 
 def plain(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """Each group on its own, as PyTorch does it."""
+    """Run PyTorch's attention on each group."""
     dim = qkv.shape[1] // 3
-    outs, row = [], 0
+    outputs, row = [], 0
     for sequences, tokens, image, hidden in groups:
-        part = qkv[row : row + sequences * tokens].view(sequences, tokens, 3, num_heads, dim // num_heads)
-        q, k, v = part.permute(2, 0, 3, 1, 4)
+        rows = qkv[row : row + sequences * tokens].view(sequences, tokens, 3, num_heads, dim // num_heads)
+        q, k, v = rows.permute(2, 0, 3, 1, 4)
         if hidden and tokens > image:
-            of_image = F.scaled_dot_product_attention(q[:, :, :image], k[:, :, :image], v[:, :, :image])
+            image_output = F.scaled_dot_product_attention(q[:, :, :image], k[:, :, :image], v[:, :, :image])
             keys, values = k[:, :, hidden:image], v[:, :, hidden:image]
-            read = torch.cat([of_image, F.scaled_dot_product_attention(q[:, :, image:], keys, values)], dim=2)
+            output = torch.cat([image_output, F.scaled_dot_product_attention(q[:, :, image:], keys, values)], dim=2)
         else:
-            read = F.scaled_dot_product_attention(q, k[:, :, :image], v[:, :, :image])
-        outs.append(read.transpose(1, 2).reshape(sequences * tokens, dim))
+            output = F.scaled_dot_product_attention(q, k[:, :, :image], v[:, :, :image])
+        outputs.append(output.transpose(1, 2).reshape(sequences * tokens, dim))
         row += sequences * tokens
-    return torch.cat(outs)
+    return torch.cat(outputs)
 
 
 def fused(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """By the kernels, whatever `fits` says."""
+    """Run the kernels, without a check of `fits`."""
     rows = sum(group.sequences * group.tokens for group in groups)
     if qkv.shape[0] != rows or any(not group.hidden < group.image <= group.tokens for group in groups):
         raise ValueError(f"{qkv.shape[0]} tokens are not {[tuple(group) for group in groups]}")
     flat = [number for group in groups for number in group]
-    keep = torch.is_grad_enabled() and qkv.requires_grad  # a teacher keeps nothing
+    keep = torch.is_grad_enabled() and qkv.requires_grad  # not for the teacher
     out: Tensor = _attend(qkv, flat, num_heads, keep)[0]
     return out
 
@@ -87,21 +89,21 @@ def fused(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
 
 
 def _groups(flat: Sequence[int]) -> list[Group]:
-    """An operation takes lists of numbers, not of groups."""
+    """Return groups from the flat list of numbers that an operation takes."""
     size = len(Group._fields)
     return [Group(*flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 @torch.library.custom_op("adclr::attend", mutates_args=())
 def _attend(qkv: Tensor, flat: list[int], num_heads: int, keep: bool) -> tuple[Tensor, Tensor]:
-    """(the output, what backward wants beside it)"""
+    """Return (the output, `lse` for backward)."""
     with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]
         return forward(qkv.contiguous(), _groups(flat), num_heads, keep)
 
 
 @_attend.register_fake
 def _(qkv: Tensor, flat: list[int], num_heads: int, keep: bool) -> tuple[Tensor, Tensor]:
-    return _outputs(qkv, plan(_groups(flat), num_heads, qkv), keep)
+    return _outputs(qkv, plan_launches(_groups(flat), num_heads, qkv), keep)
 
 
 @torch.library.custom_op("adclr::attend_backward", mutates_args=())
@@ -111,45 +113,45 @@ def _attend_backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, flat: 
 
 
 @_attend_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, flat: list[int], num_heads: int) -> Tensor:  # noqa: ARG001
+def _(_: Tensor, qkv: Tensor, *__: Any) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, ctx.flat, ctx.num_heads, ctx.kept = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, ctx.flat, ctx.num_heads, ctx.keep = inputs
     ctx.save_for_backward(qkv, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+def _autograd_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None, None]:
     if grad is None:
         return None, None, None, None
-    if not ctx.kept:
+    if not ctx.keep:
         raise RuntimeError("attention was computed without keeping what its gradient needs")
     qkv, out, lse = ctx.saved_tensors
     return _attend_backward(grad, qkv, out, lse, ctx.flat, ctx.num_heads), None, None, None
 
 
-_attend.register_autograd(_differentiate, setup_context=_remember)
+_attend.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-# -- how the kernels are cut up, and their launches --
+# -- tile sizes and launches --
 
 
 class Config(NamedTuple):
-    """What `rows` and `keys` of a tile mean is said with the variants, in `attention_kernels.py`."""
+    """Sizes of a kernel; `attention_kernels.py` says what `rows` and `keys` mean for each variant."""
 
     variant: str
     rows: int
     keys: int
     warps: int
     stages: int = 2
-    heads: int = 1  # that a program of `forward` or `whole` does one after the other
-    registers: int | None = None  # at most, of a thread: fewer let more programs run beside each other
+    heads: int = 1  # that a program of `forward` or `whole` handles one after the other
+    registers: int | None = None  # at most, of a thread: with fewer, more programs run at once
 
 
-# To be tuned by assigning to them: nothing is tuned while running, since then results would depend on luck.
-SHORT = 64  # tokens of a sequence that is one tile
+# Tuned with `benchmarks/attention.py`. There is no tuning at run time: results would depend on its outcome.
+SHORT_SEQUENCE = 64  # tokens of a sequence that is one tile
 FORWARD = {
     "short": Config("forward", 64, 64, 4),
     "long": Config("forward", 128, 64, 8, 3),
@@ -165,17 +167,19 @@ BACKWARD = {
 
 
 def size_class(tokens: int, image: int, width: int, dtype: torch.dtype) -> str:
-    """Which line of the tables. `exact` is float32, multiplied without tensor cores, which wants small tiles: in it
-    tests hold the kernels against the formula; training does not use it (`fits`)."""
+    """Return the key of FORWARD and BACKWARD.
+
+    `exact` is float32, which is multiplied without tensor cores and needs small tiles; only tests use it (see `fits`).
+    """
     if dtype == torch.float32:
         return "exact"
-    if tokens <= SHORT:
+    if tokens <= SHORT_SEQUENCE:
         return "short"
-    return "long" if image * width <= 256 * 64 else "large"  # whether dk and dv of all keys fit into the registers
+    return "long" if image * width <= 256 * 64 else "large"  # dk and dv of all keys fit into registers
 
 
-class Work(NamedTuple):
-    """A group, its line of the tables, and where its rows and its part of `lse` are."""
+class Launch(NamedTuple):
+    """A group with its size class, its rows and its part of `lse`."""
 
     sequences: int
     tokens: int
@@ -183,94 +187,99 @@ class Work(NamedTuple):
     hidden: int
     size: str
     rows: slice
-    kept: slice
+    lse: slice
 
 
-def plan(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Work]:
-    row = kept = 0
-    work = []
+def plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Launch]:
+    """Return one launch for each group that has sequences."""
+    row = lse = 0
+    launches = []
     for sequences, tokens, image, hidden in groups:
         size = size_class(tokens, image, qkv.shape[1] // 3 // heads, qkv.dtype)
-        end = row + sequences * tokens
-        keep = 0 if BACKWARD[size].variant == "whole" else sequences * tokens * heads
+        rows = slice(row, row + sequences * tokens)
+        lse_end = lse if BACKWARD[size].variant == "whole" else lse + sequences * tokens * heads
         hidden = hidden if tokens > image else 0
-        work.append(Work(sequences, tokens, image, hidden, size, slice(row, end), slice(kept, kept + keep)))
-        row, kept = end, kept + keep
-    return [part for part in work if part.sequences]
+        launches.append(Launch(sequences, tokens, image, hidden, size, rows, slice(lse, lse_end)))
+        row, lse = rows.stop, lse_end
+    return [launch for launch in launches if launch.sequences]
 
 
-def _outputs(qkv: Tensor, work: Sequence[Work], keep: bool) -> tuple[Tensor, Tensor]:
-    size = work[-1].kept.stop if keep and work else 0
+def _outputs(qkv: Tensor, launches: Sequence[Launch], keep: bool) -> tuple[Tensor, Tensor]:
+    size = launches[-1].lse.stop if keep and launches else 0
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3), qkv.new_empty(size, dtype=torch.float32)
 
 
-def tile_of(count: int, most: int = 2**16) -> int:
-    """The smallest tile that holds so many, though of at most `most`; a product wants 16."""
+def tile_size(count: int, most: int = 2**16) -> int:
+    """Return the smallest power of two that is at least `count`, between 16, which `tl.dot` needs, and `most`."""
     return max(16, min(most, 1 << (count - 1).bit_length()))
 
 
-def _constants(part: Work, heads: int, width: int, config: Config) -> dict[str, Any]:
+def _constants(launch: Launch, heads: int, width: int, config: Config) -> dict[str, Any]:
     scale = width**-0.5 * math.log2(math.e)
-    sizes = {"TOKENS": part.tokens, "IMAGE": part.image, "HIDDEN": part.hidden}
+    sizes = {"TOKENS": launch.tokens, "IMAGE": launch.image, "HIDDEN": launch.hidden}
     sizes |= {"HEADS": heads, "WIDTH": width, "SCALE": scale}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return sizes | options | ({"maxnreg": config.registers} if config.registers else {})
 
 
 def _chunks(image: int, keys: int) -> dict[str, int]:
-    """Tiles of `keys`, but the last only as wide as it must be."""
-    keys = tile_of(image, keys)
+    """Return the sizes of the tiles of keys: all of `keys`, but the last only as large as necessary."""
+    keys = tile_size(image, keys)
     full = (image - 1) // keys * keys
-    return {"KEYS": keys, "FULL": full, "LAST": tile_of(image - full)}
+    return {"KEYS": keys, "FULL": full, "LAST": tile_size(image - full)}
 
 
-# Kernels are imported where they are launched: not everywhere is there Triton.
+# Kernels are imported where they are launched, since Triton may be missing.
 
 
 def forward(qkv: Tensor, groups: Sequence[Group], heads: int, keep: bool) -> tuple[Tensor, Tensor]:
-    """(the output M×D, `lse` of the groups whose backward wants it)."""
+    """Return (the output M×D, `lse` of the groups whose backward needs it)."""
     from adclr.model.ops import attention_kernels as kernels
 
-    work = plan(groups, heads, qkv)
-    out, lse = _outputs(qkv, work, keep)
-    for part in work:
-        config = FORWARD[part.size]
-        block, per = tile_of(part.tokens, config.rows), math.gcd(heads, config.heads)
-        blocks = -(-part.tokens // block)
-        kernels._forward[(part.sequences * (heads // per) * blocks,)](
-            qkv[part.rows],
-            out[part.rows],
-            lse[part.kept],
+    launches = plan_launches(groups, heads, qkv)
+    out, lse = _outputs(qkv, launches, keep)
+    for launch in launches:
+        config = FORWARD[launch.size]
+        block, heads_each = tile_size(launch.tokens, config.rows), math.gcd(heads, config.heads)
+        blocks = -(-launch.tokens // block)
+        kernels._forward[(launch.sequences * (heads // heads_each) * blocks,)](
+            qkv[launch.rows],
+            out[launch.rows],
+            lse[launch.lse],
             ROWS=block,
             BLOCKS=blocks,
-            PER=per,
-            KEEP=keep and part.kept.start < part.kept.stop,
-            **_chunks(part.image, config.keys),
-            **_constants(part, heads, out.shape[1] // heads, config),
+            HEADS_EACH=heads_each,
+            KEEP=keep and launch.lse.start < launch.lse.stop,
+            **_chunks(launch.image, config.keys),
+            **_constants(launch, heads, out.shape[1] // heads, config),
         )
     return out, lse
 
 
 def backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
-    """The gradient of qkv, M×3D."""
+    """Return the gradient of qkv, M×3D."""
     from adclr.model.ops import attention_kernels as kernels
 
     dqkv = torch.empty_like(qkv)
     width = out.shape[1] // heads
-    for part in plan(groups, heads, qkv):
-        config, units = BACKWARD[part.size], part.sequences * heads
-        constants = _constants(part, heads, width, config) | {"SLOPE": width**-0.5}
-        block = tile_of(part.tokens, config.rows)
-        blocks = -(-part.tokens // block)
-        given, asked, back = grad[part.rows], qkv[part.rows], dqkv[part.rows]
-        tensors = (given, asked, out[part.rows], lse[part.kept], back)
+    for launch in plan_launches(groups, heads, qkv):
+        config, units = BACKWARD[launch.size], launch.sequences * heads
+        constants = _constants(launch, heads, width, config) | {"SLOPE": width**-0.5}
+        block = tile_size(launch.tokens, config.rows)
+        blocks = -(-launch.tokens // block)
+        grad_rows, qkv_rows, dqkv_rows = grad[launch.rows], qkv[launch.rows], dqkv[launch.rows]
+        tensors = (grad_rows, qkv_rows, out[launch.rows], lse[launch.lse], dqkv_rows)
         if config.variant == "whole":
-            per = math.gcd(heads, config.heads)
-            kernels._whole[(units // per,)](given, asked, back, TILE=tile_of(part.tokens), PER=per, **constants)
+            heads_each = math.gcd(heads, config.heads)
+            kernels._whole[(units // heads_each,)](
+                grad_rows, qkv_rows, dqkv_rows, TILE=tile_size(launch.tokens), HEADS_EACH=heads_each, **constants
+            )
         elif config.variant == "rows":
-            kernels._rows[(units,)](*tensors, ROWS=block, KEYS=tile_of(part.image), **constants)
+            kernels._rows[(units,)](*tensors, ROWS=block, KEYS=tile_size(launch.image), **constants)
         else:
-            first, others = -(-part.image // block), tile_of(part.tokens, config.keys)
-            blocks += first  # keys, then rows
-            kernels._two[(units * blocks,)](*tensors, OWN=block, OTHERS=others, ASKED=first, BLOCKS=blocks, **constants)
+            key_blocks, other_tile = -(-launch.image // block), tile_size(launch.tokens, config.keys)
+            blocks += key_blocks  # programs for keys, then programs for rows
+            kernels._two[(units * blocks,)](
+                *tensors, TILE=block, OTHER_TILE=other_tile, KEY_BLOCKS=key_blocks, BLOCKS=blocks, **constants
+            )
     return dqkv

@@ -1,9 +1,9 @@
-"""The head's last layer and the losses in one, without a matrix of rows × K that outlives its use.
+"""The prototypes and the losses in one operation, which never holds all logits, rows×K, at once.
 
 K is large: logits in float32 for the rows of 256 images are gigabytes, and softmax, target and gradient are as large
-again. Here the logits of a chunk of items are made, read twice and turned into their own gradient where they lie; what
-is kept for backward is the gradient of the rows and of the prototypes. It can be known in forward because the losses
-are the end of the graph: backward only multiplies. `losses` says the same in plain operations, and is the oracle.
+again. Here the logits of a chunk of items are computed, read twice and replaced by their gradient; backward needs only
+the gradients of the rows and of the prototypes. They are known in forward because the losses end the graph: backward
+only multiplies. `model/losses.py` is the plain reference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from adclr.system import triton_available
 
-CHUNK_BYTES = 512 * 2**20  # of logits at once, teacher's and student's; to be tuned
+CHUNK_BYTES = 512 * 2**20  # of logits at once, teacher's and student's
 
 
 class Part(NamedTuple):
-    """One loss: `items` (images, queries or masked patches), each with its rows of teacher and student.
+    """One loss over `items` (images, queries or masked patches), each with its teacher rows and student rows.
 
     Without weights it is `losses.paired_loss`: two teacher rows and `views` student rows of each item, ordered by view.
     With weights it is `losses.masked_loss`: one row of each. Without items it is 0.
@@ -31,34 +31,39 @@ class Part(NamedTuple):
     items: int
     views: int
     center: Tensor  # K
-    coefficient: float  # in the total
+    coefficient: float  # of this loss in the total
     weights: Tensor | None = None
 
     @property
     def paired(self) -> bool:
+        """Whether the loss is over pairs of views."""
         return self.weights is None
 
     @property
     def student_rows(self) -> int:
+        """Number of student rows."""
         return self.items * self.views
 
     @property
     def teacher_rows(self) -> int:
+        """Number of teacher rows."""
         return self.items * (2 if self.paired else 1)
 
 
-class Compared(NamedTuple):
-    total: Tensor  # the only one with a gradient
+class Result(NamedTuple):
+    """The losses; only `total` has a gradient."""
+
+    total: Tensor
     losses: tuple[Tensor, ...]  # of each part
-    entropy: Tensor  # the mean of the teacher rows' of the first part, of log K
+    entropy: Tensor  # mean of the targets of the first part, as a share of log K
 
 
-def possible(images: Tensor) -> bool:
-    """Whether the kernels can work on what these images become: on a GPU, with Triton; float64 is for plain code."""
+def fits(images: Tensor) -> bool:
+    """Return whether the kernels can be used for these images: on a GPU, with Triton, not in float64."""
     return triton_available.possible and images.is_cuda and images.dtype != torch.float64
 
 
-def compare(
+def head_loss(
     student: Tensor,
     prototypes: Tensor,
     teacher: Tensor,
@@ -66,24 +71,24 @@ def compare(
     parts: Sequence[Part],
     student_temperature: float,
     teacher_temperature: float,
-) -> Compared:
-    """Losses of projected rows (R×D of length 1, part after part) under the prototypes (K×D) of each branch.
+) -> Result:
+    """Return the losses of rows×256 projections of unit length, part after part, under K×256 prototypes.
 
-    Under autocast the logits are float16 although the network is bfloat16: they are cosines (times a gain near 1) that
-    need no range, and a bit too few is multiplied by 1 / temperature: 2^-9, the rounding of bfloat16, becomes 0.05.
+    Under autocast the logits are float16 even if the network is bfloat16. They are cosines, times a gain near 1, and
+    need precision more than range: divided by the temperature, the rounding of bfloat16, 2^-9, becomes 0.05.
     """
-    low = torch.is_autocast_enabled(student.device.type) or student.dtype != torch.float32
-    dtype = torch.float16 if low else torch.float32
+    half = torch.is_autocast_enabled(student.device.type) or student.dtype != torch.float32
+    dtype = torch.float16 if half else torch.float32
     temperatures = (student_temperature, teacher_temperature)
-    graph = torch.is_grad_enabled()
+    with_grad = torch.is_grad_enabled()
     with torch.autocast(student.device.type, enabled=False):
-        total, losses, entropy = _Compare.apply(
-            student, prototypes, teacher, teacher_prototypes, tuple(parts), temperatures, dtype, graph
+        total, losses, entropy = _HeadLoss.apply(
+            student, prototypes, teacher, teacher_prototypes, tuple(parts), temperatures, dtype, with_grad
         )
-    return Compared(total, losses.unbind(), entropy)
+    return Result(total, losses.unbind(), entropy)
 
 
-class _Compare(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -94,35 +99,35 @@ class _Compare(torch.autograd.Function):
         parts: tuple[Part, ...],
         temperatures: tuple[float, float],
         dtype: torch.dtype,
-        graph: bool,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:2] if graph else (False, False)
-        work = _Work(student, prototypes, teacher, teacher_prototypes, temperatures, dtype, needed)
-        losses, entropies, own, taught = [], [], 0, 0
+        needs_grad = ctx.needs_input_grad[:2] if with_grad else (False, False)
+        chunks = _Chunks(student, prototypes, teacher, teacher_prototypes, temperatures, dtype, needs_grad)
+        losses, entropies, student_start, teacher_start = [], [], 0, 0
         for part in parts:
-            loss, entropy = work.part(part, own, taught)
+            loss, entropy = chunks.add_part(part, student_start, teacher_start)
             losses.append(loss)
             entropies.append(entropy)
-            own, taught = own + part.student_rows, taught + part.teacher_rows
-        assert (own, taught) == (len(student), len(teacher))
+            student_start, teacher_start = student_start + part.student_rows, teacher_start + part.teacher_rows
+        assert (student_start, teacher_start) == (len(student), len(teacher))
         total = torch.stack([part.coefficient * loss for part, loss in zip(parts, losses, strict=True)]).sum()
         stacked, entropy = torch.stack(losses), entropies[0]
         ctx.save_for_backward(
-            None if work.for_student is None else work.for_student.to(student.dtype),
-            None if work.for_prototypes is None else work.for_prototypes.to(prototypes.dtype),
+            None if chunks.student_grad is None else chunks.student_grad.to(student.dtype),
+            None if chunks.prototypes_grad is None else chunks.prototypes_grad.to(prototypes.dtype),
         )
         ctx.mark_non_differentiable(stacked, entropy)
         return total, stacked, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (None if saved is None else saved * upstream for saved in ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
         return (*gradients, None, None, None, None, None, None)
 
 
-class _Work:
-    """What the chunks of one call share, and the gradients that they add to."""
+class _Chunks:
+    """Rows and prototypes in the type of the logits, and the gradients that the chunks add to."""
 
     def __init__(
         self,
@@ -132,21 +137,21 @@ class _Work:
         teacher_prototypes: Tensor,
         temperatures: tuple[float, float],
         dtype: torch.dtype,
-        needed: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
     ) -> None:
         self.student, self.prototypes = student.to(dtype), prototypes.to(dtype)
         self.teacher, self.teacher_prototypes = teacher.to(dtype), teacher_prototypes.to(dtype)
         self.temperature = temperatures[0]
-        # e is made as a power of 2, which is what processors have
-        student_sharp, teacher_sharp = (1 / (math.log(2) * temperature) for temperature in temperatures)
-        self.sharps = (teacher_sharp, student_sharp)
-        self.for_student, self.for_prototypes = (
-            torch.zeros(values.shape, device=values.device) if need else None
-            for values, need in zip((student, prototypes), needed, strict=True)
+        # exp(z / temperature) is computed as 2^(z · scale), for which GPUs have an instruction
+        student_scale, teacher_scale = (1 / (math.log(2) * temperature) for temperature in temperatures)
+        self.scales = (teacher_scale, student_scale)
+        self.student_grad, self.prototypes_grad = (
+            torch.zeros(values.shape, device=values.device) if needed else None
+            for values, needed in zip((student, prototypes), needs_grad, strict=True)
         )
 
-    def part(self, part: Part, own: int, taught: int) -> tuple[Tensor, Tensor]:
-        """Its loss and the entropy of its targets; its rows start at `own` and `taught`."""
+    def add_part(self, part: Part, student_start: int, teacher_start: int) -> tuple[Tensor, Tensor]:
+        """Return the loss of a part, whose rows begin at the two starts, and the entropy of its targets."""
         num_prototypes, dim = self.prototypes.shape
         loss = torch.zeros((), device=self.student.device)
         entropy = torch.zeros((), device=self.student.device)
@@ -157,77 +162,80 @@ class _Work:
             largest = torch.full((), 1 / (2 * (part.views - 1) * part.items), device=loss.device)
             weights = torch.ones(part.items, device=loss.device)
         else:
-            # of the largest, because the gradients of logits are weighted in float16
+            # relative to the largest, because float16 gradients of logits are multiplied by them
             largest = part.weights.float().max()
             weights = part.weights.float() / largest.clamp(min=torch.finfo(torch.float32).tiny)
-        students = self.student[own : own + part.student_rows].view(-1, part.items, dim)
-        teachers = self.teacher[taught : taught + part.teacher_rows].view(-1, part.items, dim)
-        gradients = None
-        if self.for_student is not None:
-            gradients = self.for_student[own : own + part.student_rows].view(-1, part.items, dim)
+        student_rows = slice(student_start, student_start + part.student_rows)
+        students = self.student[student_rows].view(-1, part.items, dim)
+        teachers = self.teacher[teacher_start : teacher_start + part.teacher_rows].view(-1, part.items, dim)
+        gradients = None if self.student_grad is None else self.student_grad[student_rows].view(-1, part.items, dim)
         bytes_each = (len(students) + len(teachers)) * num_prototypes * self.student.element_size()
         chunks = math.ceil(part.items / max(1, CHUNK_BYTES // bytes_each))
         size = math.ceil(part.items / chunks)
         for start in range(0, part.items, size):
-            here = slice(start, start + size)
-            found = self.chunk(
+            items = slice(start, start + size)
+            chunk_loss, chunk_entropy = self._add_chunk(
                 part,
-                students[:, here].flatten(0, 1),
-                teachers[:, here].flatten(0, 1),
-                weights[here],
+                students[:, items].flatten(0, 1),
+                teachers[:, items].flatten(0, 1),
+                weights[items],
                 part.coefficient * largest,
-                None if gradients is None else gradients[:, here],
+                None if gradients is None else gradients[:, items],
             )
-            loss, entropy = loss + found[0], entropy + found[1]
+            loss, entropy = loss + chunk_loss, entropy + chunk_entropy
         return loss * largest, entropy / (part.teacher_rows * math.log(num_prototypes))
 
-    def chunk(
+    def _add_chunk(
         self, part: Part, student: Tensor, teacher: Tensor, weights: Tensor, factor: Tensor, gradients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Sums of weighted H and of the targets' entropy; the gradients are added. Its logits live as long as this."""
+        """Return the sums of weighted H and of the targets' entropy, and add the gradients. Frees its logits."""
         from adclr.model.ops import head_loss_kernels as kernels
 
         items, device = len(weights), weights.device
-        logits, answers = student @ self.prototypes.t(), teacher @ self.teacher_prototypes.t()
+        logits, teacher_logits = student @ self.prototypes.t(), teacher @ self.teacher_prototypes.t()
         blocks = kernels.num_blocks(logits.shape[1])
-        taught = torch.empty(4, len(teacher), blocks, device=device)
-        studied = torch.empty(2, len(student), blocks, device=device)
-        kernels.statistics(answers, part.center, logits, taught, studied, self.sharps, items, part.paired)
+        teacher_stats = torch.empty(4, len(teacher), blocks, device=device)
+        student_stats = torch.empty(2, len(student), blocks, device=device)
+        tensors = (teacher_logits, part.center, logits, teacher_stats, student_stats)
+        kernels.statistics(*tensors, self.scales, items, part.paired)
 
-        # blocks are put together: the sums of each are relative to its own largest logit
-        top, powers, shares = _together(taught[0], self.sharps[0])
-        sums = (shares * taught[1]).sum(dim=-1)
-        entropy = sums.log() - (shares * (taught[2] + powers * taught[1])).sum(dim=-1) / sums * math.log(2)
-        products = (shares * taught[3]).sum(dim=-1) / sums
-        own_top, _, own_shares = _together(studied[0], self.sharps[1])
-        own_sums = (own_shares * studied[1]).sum(dim=-1)
+        # the sums of a block are relative to its own largest logit
+        maxima, powers, factors = _combine_blocks(teacher_stats[0], self.scales[0])
+        sums = (factors * teacher_stats[1]).sum(dim=-1)
+        weighted_powers = (factors * (teacher_stats[2] + powers * teacher_stats[1])).sum(dim=-1)
+        entropy = sums.log() - weighted_powers / sums * math.log(2)
+        products = (factors * teacher_stats[3]).sum(dim=-1) / sums
+        student_maxima, _, student_factors = _combine_blocks(student_stats[0], self.scales[1])
+        student_sums = (student_factors * student_stats[1]).sum(dim=-1)
         # H(t, z) = (sum of t) log sum exp(z / tau) - t · z / tau; the teacher's own views have one target, not two
-        normalisers = (own_top / self.temperature + own_sums.log()).view(-1, items)
+        log_sums = (student_maxima / self.temperature + student_sums.log()).view(-1, items)
         if part.paired:
-            normalisers = 2 * normalisers.sum(dim=0) - normalisers[:2].sum(dim=0)
-        h = normalisers.view(items) - products.view(-1, items).sum(dim=0) / self.temperature
+            log_sums = 2 * log_sums.sum(dim=0) - log_sums[:2].sum(dim=0)
+        h = log_sums.view(items) - products.view(-1, items).sum(dim=0) / self.temperature
         loss = (h * weights).sum()
 
-        if part.coefficient and (gradients is not None or self.for_prototypes is not None):
-            told, own = torch.stack([top, 1 / sums]), torch.stack([own_top, 1 / own_sums])
-            kernels.gradient(answers, part.center, logits, told, own, weights, self.sharps, items, part.paired)
+        if part.coefficient and (gradients is not None or self.prototypes_grad is not None):
+            teacher_softmax = torch.stack([maxima, 1 / sums])
+            student_softmax = torch.stack([student_maxima, 1 / student_sums])
+            inputs = (teacher_logits, part.center, logits, teacher_softmax, student_softmax, weights)
+            kernels.gradient(*inputs, self.scales, items, part.paired)
             factor = factor / (self.temperature * kernels.SCALE)
             if gradients is not None:
                 gradients.copy_((_product(logits, self.prototypes) * factor).view_as(gradients))
-            if self.for_prototypes is not None:
-                self.for_prototypes.addcmul_(_product(logits.t(), student), factor)
+            if self.prototypes_grad is not None:
+                self.prototypes_grad.addcmul_(_product(logits.t(), student), factor)
         return loss, entropy.sum()
 
 
-def _together(tops: Tensor, sharp: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest logit of each row, and what every block's own lacks of it: as a power of 2, and that power of 2."""
-    top = tops.amax(dim=-1)
-    powers = (tops - top.unsqueeze(-1)) * sharp
-    return top, powers, powers.exp2()
+def _combine_blocks(block_maxima: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """rows×blocks -> (maximum of each row; (block's maximum - row's) · scale; 2 to that power)."""
+    maxima = block_maxima.amax(dim=-1)
+    powers = (block_maxima - maxima.unsqueeze(-1)) * scale
+    return maxima, powers, powers.exp2()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b in float32, also where a and b are float16: its sums would not do in float16."""
+    """Return a·b in float32, also of float16 matrices: float16 is too coarse for its sums."""
     if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda:

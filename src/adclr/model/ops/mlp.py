@@ -1,10 +1,9 @@
-"""The MLP of a block, y -> fc2(gelu(fc1(y))), as one operation that knows its gradient.
+"""The MLP of a block, y -> fc2(gelu(fc1(y))), as one operation that stores only h = fc1(y) for backward.
 
-Of what is in between it keeps h = fc1(y) alone. The products are cuBLAS's; the kernels of `mlp_kernels.py` do GELU,
-and in backward GELU again with its gradient, where the gradient of fc1's bias is added up on the way. The plain version
-says what is meant and works everywhere. For `torch.compile` it is one operation.
+The products are cuBLAS's; the kernels of `mlp_kernels.py` compute GELU, and in backward GELU again, its gradient and
+the gradient of fc1's bias. `plain` is the reference in PyTorch and works everywhere.
 
-M tokens, D their width, H the width in between. Parameters lie as `nn.Linear` has them.
+M tokens, D width, H hidden width. Parameters have the shapes of `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mlp(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """...×D -> ...×D, in y's type or autocast's. Parameters may be of another, float32, and so are their gradients."""
+    """...×D -> ...×D, in y's type or autocast's. Parameters and their gradients may be float32."""
     if torch.is_autocast_enabled(y.device.type):
         y = y.to(torch.get_autocast_dtype(y.device.type))
     if fits(y):
@@ -30,20 +29,19 @@ def mlp(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 
 
 def fits(y: Tensor) -> bool:
-    """Whether the kernels are for this device and type. Float32 is PyTorch's: its products take so long that the rest
-    does not matter."""
+    """Return whether the kernels support this tensor. In float32 they gain nothing: its products take too long."""
     return triton_available.possible and y.device.type == "cuda" and y.dtype in DTYPES
 
 
 def plain(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """As PyTorch does it."""
+    """Run PyTorch's operations."""
     hidden = F.linear(y, w1.to(y.dtype), b1.to(y.dtype))
     return F.linear(F.gelu(hidden), w2.to(y.dtype), b2.to(y.dtype))
 
 
 def fused(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """By the kernels, whatever `fits` says."""
-    keep = torch.is_grad_enabled() and any(given.requires_grad for given in (y, w1, b1, w2, b2))
+    """Run the kernels, without a check of `fits`."""
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (y, w1, b1, w2, b2))
     out: Tensor = _mlp(y.reshape(-1, y.shape[-1]), w1, b1, w2, b2, keep)[0]
     return out.view(*y.shape[:-1], out.shape[-1])
 
@@ -53,7 +51,7 @@ def fused(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 
 @torch.library.custom_op("adclr::mlp", mutates_args=())
 def _mlp(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """(the output, h for backward or nothing)"""
+    """Return (the output, h for backward, empty without `keep`)."""
     with torch.cuda.device_of(y):  # type: ignore[no-untyped-call]
         return forward(y.contiguous(), w1, b1, w2, b2, keep)
 
@@ -67,64 +65,62 @@ def _(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, keep: bool) -> 
 def _mlp_backward(
     grad: Tensor, y: Tensor, hidden: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of y, w1, b1, w2 and b2; of the biases in float32."""
+    """Return the gradients of y, w1, b1, w2 and b2; those of the biases in float32."""
     with torch.cuda.device_of(y):  # type: ignore[no-untyped-call]
         return backward(grad.contiguous(), y.contiguous(), hidden.contiguous(), w1, w2)
 
 
 @_mlp_backward.register_fake
-def _(
-    grad: Tensor,  # noqa: ARG001
-    y: Tensor,
-    hidden: Tensor,  # noqa: ARG001
-    w1: Tensor,
-    w2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(_: Tensor, y: Tensor, __: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     b1, b2 = (y.new_empty(weight.shape[0], dtype=torch.float32) for weight in (w1, w2))
     return y.new_empty(y.shape), w1.new_empty(w1.shape), b1, w2.new_empty(w2.shape), b2
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, w1, b1, w2, b2, ctx.kept = inputs
-    ctx.save_for_backward(y, output[1], w1, w2)  # weights as they were given, most often float32: no copy is kept
-    ctx.of_biases = b1.dtype, b2.dtype
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    y, w1, b1, w2, b2, ctx.keep = inputs
+    ctx.save_for_backward(y, output[1], w1, w2)  # weights in their own type, mostly float32: no copy is stored
+    ctx.bias_dtypes = b1.dtype, b2.dtype
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 6
-    if not ctx.kept:
+    if not ctx.keep:
         raise RuntimeError("the MLP was computed without keeping what its gradient needs")
     dy, dw1, db1, dw2, db2 = _mlp_backward(grad, *ctx.saved_tensors)
-    return dy, dw1, db1.to(ctx.of_biases[0]), dw2, db2.to(ctx.of_biases[1]), None
+    return dy, dw1, db1.to(ctx.bias_dtypes[0]), dw2, db2.to(ctx.bias_dtypes[1]), None
 
 
-_mlp.register_autograd(_differentiate, setup_context=_remember)
+_mlp.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-# -- how the kernels are cut up, and their launches --
+# -- tile sizes and launches --
 
 
-class Line(NamedTuple):
+class ForwardConfig(NamedTuple):
+    """Sizes of the kernel of forward."""
+
     numbers: int  # of a program; 8 of a thread are 16 bytes
     warps: int
 
 
-class Tiles(NamedTuple):
-    rows: int
+class BackwardConfig(NamedTuple):
+    """Sizes of the kernel of backward."""
+
+    rows: int  # of a tile
     columns: int
-    span: int  # rows of a program, one tile of them after the other; their sum is one row of a table of float32
+    span: int  # rows of a program, one tile after the other; their sum is one row of float32
     warps: int
 
 
-# To be tuned by assigning to them: nothing is tuned while running, since then results would depend on luck.
-FORWARD = Line(2048, 4)
-BACKWARD = Tiles(4, 256, 128, 4)
+# Tuned with `benchmarks/mlp.py`. There is no tuning at run time: results would depend on its outcome.
+FORWARD = ForwardConfig(2048, 4)
+BACKWARD = BackwardConfig(4, 256, 128, 4)
 
 
 def forward(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """(the output M×D, h: M×H, or 0×H where nothing is kept and GELU takes its place)."""
+    """Return (the output M×D, h: M×H, or 0×H without `keep`, where GELU overwrites h)."""
     hidden = torch.addmm(b1.to(y.dtype), y, w1.to(y.dtype).t())
     out = torch.empty_like(hidden) if keep else hidden
     gelu(hidden, out)
@@ -135,20 +131,21 @@ def forward(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, keep: boo
 def backward(
     grad: Tensor, y: Tensor, hidden: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of y, w1, b1, w2 and b2."""
+    """Return the gradients of y, w1, b1, w2 and b2."""
     out = torch.empty_like(hidden)
-    back = torch.mm(grad, w2.to(y.dtype))
-    sums = gelu_backward(hidden, back, out)
-    of_w2 = _product(grad.t(), out, w2.dtype)
+    dhidden = torch.mm(grad, w2.to(y.dtype))
+    sums = gelu_backward(hidden, dhidden, out)
+    dw2 = _product(grad.t(), out, w2.dtype)
     del out  # as large as h
-    of_y, of_w1 = torch.mm(back, w1.to(y.dtype)), _product(back.t(), y, w1.dtype)
-    return of_y, of_w1, sums.sum(0), of_w2, grad.sum(0, dtype=torch.float32)
+    dy, dw1 = torch.mm(dhidden, w1.to(y.dtype)), _product(dhidden.t(), y, w1.dtype)
+    return dy, dw1, sums.sum(0), dw2, grad.sum(0, dtype=torch.float32)
 
 
-# Kernels are imported where they are launched: not everywhere is there Triton.
+# Kernels are imported where they are launched, since Triton may be missing.
 
 
 def gelu(hidden: Tensor, out: Tensor) -> None:
+    """Write GELU of `hidden` to `out`, which may be `hidden`."""
     from adclr.model.ops import mlp_kernels as kernels
 
     numbers, warps = FORWARD
@@ -156,8 +153,8 @@ def gelu(hidden: Tensor, out: Tensor) -> None:
     kernels._forward[(programs,)](hidden, out, hidden.numel(), NUMBERS=numbers, num_warps=warps)
 
 
-def gelu_backward(hidden: Tensor, back: Tensor, out: Tensor) -> Tensor:
-    """GELU to `out`; `back`, its gradient, becomes that of `hidden`. Returns the sums of that over some rows each."""
+def gelu_backward(hidden: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    """Write GELU to `out`, replace `grad`, its gradient, by that of `hidden`, and return sums of that over spans."""
     from adclr.model.ops import mlp_kernels as kernels
 
     rows, width = hidden.shape
@@ -165,13 +162,13 @@ def gelu_backward(hidden: Tensor, back: Tensor, out: Tensor) -> Tensor:
     spans = -(-rows // span)
     sums = torch.empty(spans, width, dtype=torch.float32, device=hidden.device)
     kernels._backward[(spans * -(-width // columns),)](
-        hidden, back, out, sums, rows, WIDTH=width, ROWS=tile, COLUMNS=columns, SPAN=span, num_warps=warps
+        hidden, grad, out, sums, rows, WIDTH=width, ROWS=tile, COLUMNS=columns, SPAN=span, num_warps=warps
     )
     return sums
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a·b in `dtype`. Float32 comes as cuBLAS has added it up, and is not rounded to half of that before."""
+    """Return a·b in `dtype`. A float32 result is not rounded to half precision first."""
     if a.is_cuda and a.dtype != dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
