@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from data import rate, write_photos
 
 from adclr.data import augment, cache
 from adclr.data.sources import ImageFolder, Subset
@@ -27,6 +26,7 @@ from adclr.features.parts import Parts
 from adclr.features.reader import Alike, Images, resize
 from adclr.system.machine import cpu_count, host_memory
 from adclr.weights.backbone import Weights, create_backbone
+from data import rate, write_photos
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

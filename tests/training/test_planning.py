@@ -200,13 +200,13 @@ def test_steps_are_timed_as_training_takes_them(
 ) -> None:
     """(micro-batches, images of each), after a step of two images to see how long they take."""
     taken = set()
-    take = Step._learn
+    take = Step.accumulate_gradients
 
     def learn(step: Step, views: list[Views], *temperatures: float) -> torch.Tensor:
         taken.add((step.accumulate, len(views), views[0].global_crops.shape[1]))
         return take(step, views, *temperatures)
 
-    monkeypatch.setattr(Step, "_learn", learn)
+    monkeypatch.setattr(Step, "accumulate_gradients", learn)
     plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
     accumulate, count = expected
     assert taken == {(1, 1, 2), (accumulate, accumulate, count)}

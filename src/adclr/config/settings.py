@@ -242,6 +242,9 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
     )
+    cuda_graph: Literal["auto", "off"] = Field(
+        "auto", description="record the step as one CUDA graph; auto: on one GPU, where a micro-batch is a step"
+    )
     checkpoint_activations: bool = Field(
         False, description="keep only the inputs of blocks and run them again in backward: less memory, more time"
     )

@@ -130,7 +130,7 @@ class Journal:
                 self.say(f"warning: {long_run(left, self.on_gpu)}")
 
     @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
         """Takes note of how long something other than steps takes; in timing.jsonl as `seconds_NAME`."""
         started = time.monotonic()
         yield
@@ -173,7 +173,7 @@ class Journal:
             self.run.append("metrics.jsonl", row)
 
     def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
-        with self.apart("looking"):
+        with self.timed("looking"):
             found = look()
         self.looks.append(found)
         self.looked_at = done
@@ -229,7 +229,7 @@ class Journal:
     def score(self, step: int, probe: Probe, signals: Signals) -> None:
         """Takes a probe and notes it; its time is not the training's."""
         started = time.monotonic()
-        with self.apart("probing"):
+        with self.timed("probing"):
             scores = probe(signals)
         if scores:
             self.write(step, dict(scores))

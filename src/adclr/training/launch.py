@@ -37,6 +37,7 @@ FREE = (
     "data.check",
     "train.device",
     "train.compile",
+    "train.cuda_graph",
     "train.checkpoint_activations",
     "train.micro_batch_size",
     "train.shard",
@@ -165,7 +166,7 @@ def adopted(
     from adclr.training import continued
 
     if stored is None:
-        taken, told = continued.settings_of(os.fspath(init), said)
+        taken, told = continued.adopt_settings(os.fspath(init), said)
         return taken | said, [told]
     before = sections.flatten(stored.model_dump(mode="json"))
     paths = ("model.size", *continued.FIXED, *continued.KEPT)

@@ -131,10 +131,10 @@ def _patches(settings: Settings, side: int) -> int:
     return (side // settings.model.patch_size) ** 2
 
 
-def recorded(settings: Settings) -> bool:
-    """Whether a GPU that trains alone, without accumulating, records its step as a CUDA graph."""
-    uneven = settings.masked and settings.method.target == "sinkhorn"
-    return settings.train.compile != "off" and not settings.train.shard and not uneven
+def allows_cuda_graph(settings: Settings) -> bool:
+    """Return whether settings let one GPU that trains alone, without accumulating, record its step as a CUDA graph."""
+    varying = settings.masked and settings.method.target == "sinkhorn"  # sizes, from batch to batch
+    return settings.train.cuda_graph != "off" and not settings.train.shard and not varying
 
 
 def gpu_memory(settings: Settings) -> tuple[float, float]:
@@ -155,7 +155,7 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     kept = ACTIVATION_BYTES * depth
     if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
         kept = INPUT_BYTES * depth + ACTIVATION_BYTES
-    copies = 2 if recorded(settings) else 1
+    copies = 2 if allows_cuda_graph(settings) else 1
     return float(fixed), float(kept * dim * tokens + 4 * copies * pixels)
 
 

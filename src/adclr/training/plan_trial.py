@@ -23,9 +23,10 @@ from adclr.data import augment
 from adclr.data.decode import Pixels
 from adclr.data.views import plan
 from adclr.model.method import ADCLR
-from adclr.training import plan_cost, schedules, speed
+from adclr.training import plan_cost, schedules
+from adclr.training.job import compile_method
 from adclr.training.micro_batch import random_views
-from adclr.training.step import Step, seconds
+from adclr.training.step import Step, time_calls
 
 GPU_WARM, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
 # On a CPU the median of 3 steps of the whole batch, or of as many images as take about 3 seconds: 2 of a model that
@@ -71,7 +72,7 @@ class Steps:
         self, method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
     ) -> None:
         self.method, self.settings, self.device, self.dtype = method, settings, device, dtype
-        self.record = speed.ready(speed.prepare(method, settings, device, dtype, micro_batch))
+        compile_method(method, settings, device, dtype, micro_batch)
         self.optimizer = schedules.make_optimizer(method.student, settings)
         self.values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
 
@@ -97,8 +98,8 @@ def time_steps(
     """Times steps of `local_batch` images in micro-batches; on a CPU of fewer images where they take too long."""
     if device.type == "cuda":
         steps, accumulate = Steps(method, settings, device, dtype, micro_batch), local_batch // micro_batch
-        step = steps.ready(accumulate, micro_batch, steps.record and num_gpus == 1, GPU_WARM)
-        spent = statistics.median(seconds(step, device, GPU_STEPS, GPU_REPEATS))
+        step = steps.ready(accumulate, micro_batch, num_gpus == 1, GPU_WARM)
+        spent = statistics.median(time_calls(step, device, GPU_STEPS, GPU_REPEATS))
         return Timed(local_batch / spent, accumulate, micro_batch)
 
     def divided(images: int) -> tuple[int, int]:

@@ -227,18 +227,18 @@ def stated_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: 
     if settings.train.compile == "off" or settings.train.shard:
         each *= UNCOMPILED
     spent, accumulate = UPDATE_SECONDS + local_batch * each, local_batch // micro_batch
-    if plan_cost.recorded(settings) and accumulate == 1 and num_gpus == 1:
+    if plan_cost.allows_cuda_graph(settings) and accumulate == 1 and num_gpus == 1:
         return spent
     return max(spent, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
 
 
 def _stated(settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, filled: float) -> Device:
     """A GPU that is not here, by the model."""
-    from adclr.training.micro_batch import GPU_SHARE, largest
+    from adclr.training.micro_batch import GPU_SHARE, largest_divisor
 
     fixed, each = plan_cost.gpu_memory(settings)
     room = GPU_SHARE * (gpu.gib * GIB - filled) - fixed
-    micro = settings.train.micro_batch_size or largest(local_batch, each, room)
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, room)
     rate = local_batch / stated_seconds(settings, gpu, local_batch, micro, num_gpus)
     share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
@@ -254,28 +254,28 @@ def _measured(settings: Settings, local_batch: int, num_gpus: int, filled: float
 
     from adclr.system import devices, machine
     from adclr.training import job, plan_trial
-    from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate, largest, measure
+    from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate_image_bytes, largest_divisor, measure_memory
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
     method = job.build(settings).to(device)
     gpu = device.type == "cuda"
     if gpu:
-        fixed, each = measure(method, settings, device, dtype)
+        fixed, each = measure_memory(method, settings, device, dtype)
         whole = machine.available(device)
         room = GPU_SHARE * (whole - filled) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
-        fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate(settings)
+        fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
         whole = machine.host_memory()
         room = CPU_SHARE * whole
-    micro = settings.train.micro_batch_size or largest(local_batch, each, room)
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, room)
     timed = None
     with suppress(torch.OutOfMemoryError):
         timed = plan_trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus)
     if timed is None:  # here no traceback holds on to memory
         raise UserError(
             f"{micro} images at once do not fit into {whole / GIB:.1f} GiB; "
-            f"set train.micro_batch_size={largest(local_batch, each, room, max(1, micro // 2))}"
+            f"set train.micro_batch_size={largest_divisor(local_batch, each, room, max(1, micro // 2))}"
         )
     name = torch.cuda.get_device_name(device) if gpu else f"the {machine.cpu_count()} CPU cores of this machine"
     images = f"{timed.accumulate} × {timed.micro_batch}" if timed.accumulate > 1 else f"{timed.micro_batch}"

@@ -28,11 +28,19 @@ from adclr.system import machine
 from adclr.system.devices import choose
 from adclr.system.files import write_json
 from adclr.system.progress import track
-from adclr.training.job import Job, assemble, batches_of, order, seeded, views_of
+from adclr.training.job import (
+    Job,
+    batches_of,
+    compile_method,
+    deterministic,
+    load_job,
+    order,
+    seeded,
+    views_of,
+)
 from adclr.training.launch import Launch
 from adclr.training.meter import NAMES
 from adclr.training.schedules import Values
-from adclr.training.speed import prepare, ready, repeatable
 from adclr.training.step import Step
 
 MOST_IMAGES = 8  # that are named
@@ -52,12 +60,11 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
         raise UserError(f"{launched.run.path} has only {steps} steps; --replay takes one of them")
     if machine.num_processes() > 1:
         raise UserError("--replay works in one process; start it without torchrun")
-    with repeatable(settings.train.deterministic):
-        job = assemble(launched, device, before=step)
-        compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
-        take = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
-        start = 0 if job.state is None else job.state.step
-        found = _go_to(job, take, start, step) | _look(job, step)
+    with deterministic(settings.train.deterministic):
+        job = load_job(launched, device, before=step)
+        compile_method(job.method, settings, device, job.dtype, job.micro_batch)
+        take = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)
+        found = _go_to(job, take, job.start, step) | _look(job, step)
     file = launched.run.path / "replay" / f"step_{step}.json"
     write_json(file, found)
     print(f"{_describe(found)}\nwritten to {file}")
