@@ -26,7 +26,7 @@ ORDER = (
 WITHOUT_TORCH = (
     *("config", "cli", "system.files", "system.runs", "system.outputs", "system.text", "system.progress"),
     *("system.machine", "system.threads", "data.sources", "data.collection", "data.decode", "data.draws"),
-    *("data.doctor", "training.launch", "training.planning", "training.plan_text", "training.plan_cost"),
+    *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers"),
 )
 OPTIONAL = {

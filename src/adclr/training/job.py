@@ -283,15 +283,16 @@ def _provenance(job: Job, launched: Launch, compiled: Compiled | None) -> dict[s
 
 
 def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | None) -> None:
+    """Raise a UserError if images or settings are not those that a checkpoint was written with."""
     root, run, settings = launched.source.root, launched.run, launched.settings
     if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
         raise UserError(
             f"{root} does not hold the images that {run.path} was started with; "
             "restore them or set data.allow_changed=true"
         )
-    words = None if now is None or settings.data.allow_changed else launch.replaced(launched, now)
-    if words is not None:
-        raise UserError(f"{words} since {run.path} was started; restore what was there or set data.allow_changed=true")
+    change = None if now is None or settings.data.allow_changed else launch.describe_replaced(launched, now)
+    if change is not None:
+        raise UserError(f"{change} since {run.path} was started; restore what was there or set data.allow_changed=true")
     steps = len(launched.source) // settings.train.batch_size
     if state.steps_per_epoch != steps:
         raise UserError(

@@ -41,7 +41,7 @@ from adclr.training.job import (
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
 from adclr.training.micro_batch import fit_micro_batch
-from adclr.training.probe import NAMES, Images, Probe, open_images, summarize
+from adclr.training.probe import SCORE_NAMES, Images, Probe, open_images, summarize
 from adclr.training.schedules import Values
 from adclr.training.signals import Signals
 from adclr.training.step import Step
@@ -186,7 +186,7 @@ def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / machine.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
-            "probes": [row for row in metrics if any(name in row for name in (*NAMES, "drift_cosine"))],
+            "probes": [row for row in metrics if any(name in row for name in (*SCORE_NAMES, "drift_cosine"))],
             "unreadable_images": len(unreadable),
         },
     )

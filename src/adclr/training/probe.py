@@ -23,7 +23,7 @@ from adclr.weights.backbone import Weights
 
 # names in metrics.jsonl of scores without labels; the health measures have ranks of the same names
 HELD_OUT = {"rank_cls": "held_out_rank_cls", "rank_patches": "held_out_rank_patches", "num_images": "held_out_images"}
-NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
+SCORE_NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Probe:
     def missing(self, start: int) -> bool:
         """Return whether a run must be scored before it continues: a new one, and one that was stopped in a probe."""
         rows = [row for row in self.run.rows("metrics.jsonl") if row.get("step") == start]
-        return self.due(start) and not any(name in row for row in rows for name in NAMES)
+        return self.due(start) and not any(name in row for row in rows for name in SCORE_NAMES)
 
     def __call__(self, signals: Signals) -> dict[str, float]:
         """Return the scores; none if a signal came."""
