@@ -125,7 +125,7 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
     batch = 4 if given.tiny else case.batch
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
-    with job.deterministic(case.deterministic):
+    with devices.deterministic(case.deterministic):
         once = work(case, settings, batch, device)
         for _ in range(given.warmup):
             once()

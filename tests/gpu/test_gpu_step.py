@@ -19,6 +19,7 @@ from adclr.config.sections import build
 from adclr.config.settings import Settings
 from adclr.data.augment import Views, pack, render
 from adclr.data.views import plan
+from adclr.system.devices import deterministic
 from adclr.training import job
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +104,7 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     """
 
     settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
-    with job.deterministic(True):
+    with deterministic(True):
         plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
         again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
     assert same == losses
@@ -169,7 +170,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
             ok.item()
         update(method, momentum, ok, head_only)
 
-    with job.deterministic(True):
+    with deterministic(True):
         _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
         monkeypatch.setattr(ADCLR, "update", waiting)
         method = job.build(settings).to(CUDA)
@@ -296,7 +297,7 @@ QUERIES = {
 def test_a_recorded_step_is_the_step_whatever_queries_are(name: str) -> None:
 
     settings, views = default_views(8, CUDA, **(SMALL | QUERIES[name]))
-    with job.deterministic(True):
+    with deterministic(True):
         plain, losses = steps_of(settings, views, 4, compiled=False, recorded=False, query_temperature=0.1)
         again, same = steps_of(settings, views, 4, compiled=False, recorded=True, query_temperature=0.1)
     assert same == losses

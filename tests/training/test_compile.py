@@ -145,10 +145,10 @@ def test_training_with_checkpointed_activations_is_the_same(images: Path, tmp_pa
 
 
 def test_deterministic_holds_while_it_is_asked_for() -> None:
-    with job.deterministic(True):
+    with devices.deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with job.deterministic(False):
+    with devices.deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
 
 

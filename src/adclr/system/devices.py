@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -53,6 +56,36 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 def _has_bfloat16() -> bool:
     """PyTorch imitates it on older GPUs (T4, V100), which is slower than float32."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Make operations that a GPU does not repeat to the bit errors, or replace them by others that it does repeat."""
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, finds nothing
+    try:
+        _check_cublas()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+
+
+def _check_cublas() -> None:
+    """Refuse if cuBLAS was started in this process before its workspace was configured."""
+    if torch.cuda.is_available():
+        try:
+            torch.ones(2, 2, device="cuda").mm(torch.ones(2, 2, device="cuda"))
+        except RuntimeError:
+            raise UserError(
+                "train.deterministic=true comes too late in this process, which has used the GPU; "
+                "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8 before it starts"
+            ) from None
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -52,6 +52,7 @@ class RecordedStep:
             torch.manual_seed(seed)
 
     def __call__(self, views: Views, numbers: Numbers) -> tuple[Tensor, ...]:
+        """Run the graph on views and numbers of this step; return copies of its results."""
         torch._foreach_copy_(self.views.tensors(), views.tensors())
         self.numbers.copy_(send(np.array(numbers, np.float32), self.numbers.device))
         self.graph.replay()

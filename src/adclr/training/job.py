@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,36 +88,6 @@ def compile_method(
     compiled = compile_blocks((method.student.backbone, method.teacher.backbone), trial)
     method.forget()
     return compiled
-
-
-@contextmanager
-def deterministic(enabled: bool) -> Iterator[None]:
-    """Replace operations that a GPU does not repeat to the bit; those that cannot be replaced are errors."""
-    if not enabled:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, finds nothing
-    try:
-        _check_cublas()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
-
-
-def _check_cublas() -> None:
-    """Raise a UserError if cuBLAS was used in this process before its environment variable was set."""
-    if torch.cuda.is_available():
-        try:
-            torch.ones(2, 2, device="cuda").mm(torch.ones(2, 2, device="cuda"))
-        except RuntimeError:
-            raise UserError(
-                "train.deterministic=true comes too late in this process, which has used the GPU; "
-                "set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8 before it starts"
-            ) from None
 
 
 @dataclass(frozen=True)

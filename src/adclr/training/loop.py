@@ -20,7 +20,7 @@ from adclr.data.prefetch import Ahead
 from adclr.report import health
 from adclr.report.live import Live, moments
 from adclr.system import distributed, machine
-from adclr.system.devices import choose
+from adclr.system.devices import choose, deterministic
 from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
@@ -28,7 +28,6 @@ from adclr.training.checkpoint_writer import Writer
 from adclr.training.job import (
     Job,
     compile_method,
-    deterministic,
     keys_of,
     load_job,
     order,

@@ -26,14 +26,13 @@ from adclr.config.sections import UserError
 from adclr.data.augment import Views
 from adclr.model.method import ADCLR
 from adclr.system import machine
-from adclr.system.devices import choose
+from adclr.system.devices import choose, deterministic
 from adclr.system.files import write_json
 from adclr.system.progress import track
 from adclr.training.job import (
     Job,
     batches_of,
     compile_method,
-    deterministic,
     load_job,
     order,
     seeded,
