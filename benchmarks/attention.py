@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adclr.model.ops import attention
 from adclr.model.ops.attention import Config, Group
-from adclr.training.cuda_graph import record
+from adclr.training.cuda_graph import record_graph
 
 Attend = Callable[[Tensor, list[Group], int], Tensor]
 FORWARDS = {
@@ -141,7 +141,7 @@ def milliseconds(work: Callable[[], object]) -> float:
             work()
     torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
-    graph, _ = record(work, aside)
+    graph, _ = record_graph(work, aside)
     return float(do_bench(graph.replay, warmup=20, rep=60, return_mode="median"))
 
 

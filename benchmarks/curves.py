@@ -35,7 +35,6 @@ from adclr.system.files import write_json
 from adclr.system.runs import provenance
 from adclr.training import job
 from adclr.training.schedules import Schedules, make_optimizer
-from adclr.training.speed import prepare, ready
 from adclr.training.step import Step
 
 IMAGES = 256
@@ -50,8 +49,9 @@ def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, 
     device, batch = devices.choose("auto"), settings.train.batch_size
     dtype = devices.autocast_dtype("auto", device) if fast else None
     method = job.build(settings).to(device)
-    record = fast and ready(prepare(method, settings, device, dtype, batch))
-    step = Step(settings, method, make_optimizer(method.student, settings), device, dtype, record=record)
+    if fast:
+        job.compile_method(method, settings, device, dtype, batch)
+    step = Step(settings, method, make_optimizer(method.student, settings), device, dtype, record=fast)
     schedules = Schedules(settings, IMAGES // batch)
     keys = np.array([key_of(str(number)) for number in range(len(images))], np.uint64)
     losses = []

@@ -180,14 +180,13 @@ def stages(bench: Bench, repeats: int) -> None:
 def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     """Images/s of real training steps from one constant batch, from the cache and from files, in turn."""
     from adclr.training import job, schedules
-    from adclr.training.speed import prepare, ready
     from adclr.training.step import Step
 
     settings, device = bench.settings, bench.device
     method = job.build(settings).to(device)
-    record = ready(prepare(method, settings, device, torch.bfloat16, bench.batch))
+    job.compile_method(method, settings, device, torch.bfloat16, bench.batch)
     optimizer = schedules.make_optimizer(method.student, settings)
-    step = Step(settings, method, optimizer, device, torch.bfloat16, record=record)
+    step = Step(settings, method, optimizer, device, torch.bfloat16)
     values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
     constant = next(bench.views(feeds["the cache"], 1))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from adclr.model.blocks import Attention, Block, expand_to_tokens, run_block
 from adclr.model.ops.attention import Group
-from adclr.training.step import seconds
+from adclr.training.step import time_calls
 
 RATES = (0.05, 0.1, 0.3)  # 0.05 is the mean over blocks of drop_path=0.1
 
@@ -78,7 +78,7 @@ def main() -> None:
             work()
         if not tiny:
             torch.cuda.synchronize()
-        spent = 1000 * statistics.median(seconds(work, device, 2 if tiny else 20, 1 if tiny else 5))
+        spent = 1000 * statistics.median(time_calls(work, device, 2 if tiny else 20, 1 if tiny else 5))
         print(f"{name:<12} {spent:8.3f} ms", flush=True)
         return spent
 

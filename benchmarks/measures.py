@@ -32,8 +32,7 @@ from adclr.system import devices
 from adclr.system.files import write_json
 from adclr.system.runs import provenance
 from adclr.training import job, micro_batch, schedules
-from adclr.training.speed import prepare, ready
-from adclr.training.step import Step, seconds
+from adclr.training.step import Step, time_calls
 
 Patch = AbstractContextManager[object]
 
@@ -166,10 +165,10 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
         for patch in case.patches():
             stack.enter_context(patch)
         method = job.build(settings).to(device)
-        compiled = case.compiled and ready(prepare(method, settings, device, dtype, batch))
-        record = case.recorded and (compiled or not case.compiled)
+        if case.compiled:
+            job.compile_method(method, settings, device, dtype, batch)
         optimizer = schedules.make_optimizer(method.student, settings)
-        take = Step(settings, method, optimizer, device, dtype, record=record)
+        take = Step(settings, method, optimizer, device, dtype, record=case.recorded)
         views = micro_batch.random_views(settings, batch, device)
         before = {name: tensor.to("cpu", copy=True) for name, tensor in method.state_dict().items()}
         take([views], benchmark.VALUES)
@@ -181,7 +180,7 @@ def measure(case: Case, batch: int, tiny: bool, device: torch.device) -> dict[st
         for _ in range(3):
             losses, ok = take([views], benchmark.VALUES)
         assert ok.item(), (case.name, losses)
-        spent = statistics.median(seconds(lambda: take([views], benchmark.VALUES), device, 2 if tiny else 8, 3))
+        spent = statistics.median(time_calls(lambda: take([views], benchmark.VALUES), device, 2 if tiny else 8, 3))
     gib = torch.cuda.max_memory_allocated() / benchmark.GIB if device.type == "cuda" else None
     return {"name": case.name, "images_per_second": batch / spent, "milliseconds": 1000 * spent, "gib": gib}
 

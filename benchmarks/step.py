@@ -31,8 +31,7 @@ from adclr.system import devices
 from adclr.system.files import write_json
 from adclr.system.runs import provenance
 from adclr.training import job, micro_batch, plan_cost, schedules
-from adclr.training.speed import prepare, ready
-from adclr.training.step import Step, seconds
+from adclr.training.step import Step, time_calls
 
 GIB = 2**30
 MATMUL = 8192  # side of the product whose rate counts as the peak; on a CPU 512
@@ -116,7 +115,8 @@ def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Ca
     built = job.build(settings).to(device)
     optimizer = schedules.make_optimizer(built.student, settings)
     dtype = devices.autocast_dtype("auto", device)
-    step = Step(settings, built, optimizer, device, dtype, record=ready(prepare(built, settings, device, dtype, batch)))
+    job.compile_method(built, settings, device, dtype, batch)
+    step = Step(settings, built, optimizer, device, dtype)
     return lambda: step([views], VALUES)
 
 
@@ -131,7 +131,7 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
             once()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        spent = seconds(once, device, given.steps, given.repeats)
+        spent = time_calls(once, device, given.steps, given.repeats)
     middle = statistics.median(spent)
     operations = plan_cost.flops(settings, round(plan_cost.hidden_patches(settings))).step
     return Row(
@@ -170,7 +170,7 @@ def matmul_rate(device: torch.device) -> float:
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
-    return 2 * side**3 / statistics.median(seconds(lambda: a @ b, device, 10, 5))
+    return 2 * side**3 / statistics.median(time_calls(lambda: a @ b, device, 10, 5))
 
 
 def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:

@@ -27,7 +27,7 @@ WITHOUT_TORCH = (
     *("config", "cli", "system.files", "system.machine", "system.openmp", "system.optional", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("data.sources", "data.collection", "data.decode"),
-    *("data.doctor", "training.launch", "training.planning", "training.plan_text", "training.plan_cost"),
+    *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.draws"),
 )
 OPTIONAL = {

@@ -127,11 +127,11 @@ def test_recipes_are_the_methods_they_name() -> None:
 def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, cpu = tiny(batch_size=96), torch.device("cpu")
     method = job.build(settings)
-    each = micro_batch.estimate(settings)
+    each = micro_batch.estimate_image_bytes(settings)
 
     def with_memory(size: float) -> int:
         monkeypatch.setattr(micro_batch, "host_memory", lambda: size / micro_batch.CPU_SHARE)
-        return micro_batch.fitted(method, settings, 96, cpu, None)
+        return micro_batch.fit_micro_batch(method, settings, 96, cpu, None)
 
     assert with_memory(1000 * each) == 96
     assert with_memory(50 * each) == 48
@@ -141,9 +141,9 @@ def test_on_a_cpu_the_micro_batch_follows_free_memory(monkeypatch: pytest.Monkey
 
 
 def test_the_estimate_counts_what_a_run_has() -> None:
-    base = micro_batch.estimate(tiny())
+    base = micro_batch.estimate_image_bytes(tiny())
     for more in ({"num_local": 8}, {"num_queries": 9}, {"depth": 4}, {"num_prototypes": 999}, {"masked_weight": 1.0}):
-        assert micro_batch.estimate(tiny(**more)) > base
+        assert micro_batch.estimate_image_bytes(tiny(**more)) > base
     views = micro_batch.random_views(tiny(masked_weight=1.0), 3, torch.device("cpu"))
     assert views.masks is not None
     assert views.masks.weight.sum().item() == pytest.approx(1.0)

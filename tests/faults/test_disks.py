@@ -21,11 +21,12 @@ from adclr.config.sections import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint
 from adclr.training.checkpoint_writer import Writer
+from adclr.training.journal import Journal
 from tiny import TINY, tiny
 
 # In the process: the disk is full from a step until another one. Saves are at 2, 4, 6, ...
 FULL = """
-import os, adclr.journal as j
+import os, adclr.training.journal as j
 step, filler = j.Journal.step, {filler!r}
 def filling(self, done, *rest):
     if done == {since}:
@@ -147,7 +148,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_last_checkpoint(images: Pa
 
 # In the process: the disk is full as soon as a function of the training begins.
 FULL_FROM = """
-import errno, os, adclr.training as t
+import errno, os, adclr.training.loop as t
 work, real = t.{function}, os.write
 def full(handle, data):
     if os.readlink(f"/proc/self/fd/{{handle}}").startswith({out!r}):
@@ -163,7 +164,7 @@ t.{function} = filled
 @pytest.mark.parametrize(
     ("function", "last"),
     [
-        ("_resume", "settings.yaml: No space left on device; see to it and try again"),
+        ("record_start", "settings.yaml: No space left on device; see to it and try again"),
         (
             "_finish",
             "backbone.json: No space left on device; "
@@ -220,7 +221,7 @@ def test_writes_that_fail_for_a_while_cost_nothing_but_a_checkpoint(
 ) -> None:
     """From step 5 to step 7 nothing can be written anywhere; saves are every second step."""
     real_open, real_write, failing = os.open, os.write, [False]
-    step = package.training.Journal.step
+    step = Journal.step
 
     def fails() -> None:
         if failing[0]:
@@ -242,7 +243,7 @@ def test_writes_that_fail_for_a_while_cost_nothing_but_a_checkpoint(
         failing[0] = 5 <= done < 8
         step(self, done, *rest)
 
-    monkeypatch.setattr(package.training.Journal, "step", stepped)
+    monkeypatch.setattr(Journal, "step", stepped)
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "write", write)
     run = package.pretrain(images / "train", out=tmp_path / "run", **(TINY | CHANGES))

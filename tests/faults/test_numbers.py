@@ -21,7 +21,7 @@ from adclr.model.losses import Center
 from adclr.model.method import ADCLR
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, launch, micro_batch, replay, schedules
-from adclr.training.meter import NAMES, Meter
+from adclr.training.meter import LOSS_NAMES, Meter
 from adclr.training.step import Step
 from tiny import TINY, Adclr, tiny
 
@@ -123,7 +123,7 @@ def test_the_meter_remembers_which_steps_were_void() -> None:
     assert remembered["void"] == [[12, None, 1.0, 2.0, 3.0, 4.0]]
     assert remembered["last_void"] == 1
     means, void, last = meter.read()
-    assert means == {name: 2.0 * (i + 1) for i, name in enumerate(NAMES)} | {"voided_steps": 2}
+    assert means == {name: 2.0 * (i + 1) for i, name in enumerate(LOSS_NAMES)} | {"voided_steps": 2}
     assert [(v.step, v.losses[0]) for v in void] == [(12, None), (14, 1.0)]
     assert last == 1
     meter.add(15, bad, torch.tensor(False))
@@ -174,7 +174,7 @@ def test_a_void_step_is_listed_and_replayed_to_the_image_and_the_operation(
         assert row["cause"] in ("a loss", "a gradient")
         assert len(row["keys"]) == 8
         assert f"{key_of(str(name)):016x}" in row["keys"]
-        assert row["losses"].keys() == set(NAMES)
+        assert row["losses"].keys() == set(LOSS_NAMES)
     assert sum(row["voided_steps"] for row in run.rows("metrics.jsonl")) == 2
 
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}

@@ -69,9 +69,9 @@ def test_all_processes_save_when_the_clock_of_the_first_says_so(images: Path, tm
     """The clock of the others stands still, so that they would never save by themselves."""
     before = """
 import itertools, os, types
-from adclr import writer
+from adclr.training import checkpoint_writer
 count = itertools.count(step=600.0 if os.environ["RANK"] == "0" else 0.0)
-writer.time = types.SimpleNamespace(monotonic=lambda: next(count))
+checkpoint_writer.time = types.SimpleNamespace(monotonic=lambda: next(count))
 """
     process = lives.start(
         images / "train", tmp_path / "run", before=before, ranks=2, keep_checkpoints=20, cache="off", **CHANGES
@@ -88,21 +88,21 @@ GRADIENTS = """
 import sys, torch
 from safetensors.torch import save_file
 sys.path.insert(0, {tests!r})
-import adclr.step
-from adclr import distributed, fit, jobs, optim
-from adclr.sharding import Sharded
-from adclr.step import Step
+from adclr.system import distributed
+from adclr.training import job, micro_batch, schedules
+from adclr.training.sharding import Sharded
+from adclr.training.step import Step
 from tiny import tiny
 cpu = torch.device("cpu")
 with distributed.session(cpu):
     settings = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4)
-    method = jobs.build(settings)
-    optimizer = optim.make_optimizer(method.student, settings)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     if {shard}:
         optimizer = Sharded(method, optimizer, settings, cpu).optimizer
     torch.manual_seed(0)
-    views = [fit.random_views(settings, 2, cpu) for _ in range(2)]
-    Step(settings, method, optimizer, cpu, None)._learn([views[distributed.rank()]], 0.05, 0.05)
+    views = [micro_batch.random_views(settings, 2, cpu) for _ in range(2)]
+    Step(settings, method, optimizer, cpu, None).accumulate_gradients([views[distributed.rank()]], 0.05, 0.05)
     found = {{n: distributed.whole(p.grad) for n, p in method.student.named_parameters() if p.grad is not None}}
     if distributed.is_main():
         save_file(found, {out!r})
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> Non
     method = job.build(settings)
     step = Step(settings, method, schedules.make_optimizer(method.student, settings), cpu, None, accumulate=2)
     torch.manual_seed(0)
-    step._learn([micro_batch.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
+    step.accumulate_gradients([micro_batch.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
     program, out = tmp_path / "program.py", tmp_path / "gradients.safetensors"
     program.write_text(GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
     done = torchrun(program)
@@ -137,15 +137,16 @@ def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> Non
 VOID = """
 import hashlib, sys, torch
 sys.path.insert(0, {tests!r})
-from adclr import checkpoint, distributed, fit, jobs, optim
-from adclr.sharding import Sharded
-from adclr.step import Step
+from adclr.system import distributed
+from adclr.training import checkpoint, job, micro_batch, schedules
+from adclr.training.sharding import Sharded
+from adclr.training.step import Step
 from tiny import tiny
-cpu, values = torch.device("cpu"), optim.Values(0.01, 0.1, 0.9, 0.05, False)
+cpu, values = torch.device("cpu"), schedules.Values(0.01, 0.1, 0.9, 0.05, False)
 with distributed.session(cpu):
     settings = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4)
-    method = jobs.build(settings)
-    optimizer = optim.make_optimizer(method.student, settings)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
     if {shard}:
         optimizer = Sharded(method, optimizer, settings, cpu).optimizer
     def state():
@@ -154,7 +155,7 @@ with distributed.session(cpu):
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
     torch.manual_seed(distributed.rank())
     step = Step(settings, method, optimizer, cpu, None)
-    first, second, third = (fit.random_views(settings, 2, cpu) for _ in range(3))
+    first, second, third = (micro_batch.random_views(settings, 2, cpu) for _ in range(3))
     if distributed.rank() == 1:
         second.global_crops[0, 0, 0, 0, 0] = float("nan")
     told = []
@@ -192,7 +193,7 @@ def test_spread_and_whole_weights_go_on_from_each_other(
     """(processes, spread, steps); each is ended by SIGUSR1 but the last."""
     out = tmp_path / "run"
     before = """
-import os, signal, adclr.journal as j
+import os, signal, adclr.training.journal as j
 step = j.Journal.step
 def signalled(self, done, *rest):
     step(self, done, *rest)
@@ -239,8 +240,8 @@ def test_a_process_that_is_killed_takes_the_run_down_and_its_checkpoint_stays(im
 
 def test_the_reason_of_a_process_that_fails_is_shown_first(images: Path, tmp_path: Path) -> None:
     before = """
-import os, adclr.journal as j
-from adclr.config import UserError
+import os, adclr.training.journal as j
+from adclr.config.sections import UserError
 step = j.Journal.step
 def failing(self, done, *rest):
     step(self, done, *rest)

@@ -20,7 +20,7 @@ LONG = {"epochs": 5000}  # and no checkpoint before step 500
 
 # the process signals itself after its third step
 AT_STEP_3 = """
-import os, signal, adclr.journal as j
+import os, signal, adclr.training.journal as j
 step = j.Journal.step
 def signalled(self, done, *rest):
     step(self, done, *rest)
@@ -36,7 +36,7 @@ def slow(handle):
 os.fsync = slow
 """
 STUCK_AT_STEP_5 = """
-import ctypes, adclr.journal as j
+import ctypes, adclr.training.journal as j
 step = j.Journal.step
 def stuck(self, done, *rest):
     step(self, done, *rest)

@@ -145,7 +145,7 @@ def test_the_micro_batch_is_fitted_to_memory() -> None:
     settings = build(Settings, {})
     method = job.build(settings).to(CUDA)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
-    fixed, each = micro_batch.measure(method, settings, CUDA, torch.bfloat16)
+    fixed, each = micro_batch.measure_memory(method, settings, CUDA, torch.bfloat16)
     assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
     assert all(p.grad is None for p in method.parameters())
     for count in (16, 32):
@@ -159,7 +159,7 @@ def test_the_micro_batch_is_fitted_to_memory() -> None:
         predicted = fixed + count * each
         print(f"micro-batch {count}: {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}")
         assert 0.8 < predicted / peak < 1.4
-    assert micro_batch.fitted(method, settings, 1024, CUDA, torch.bfloat16) >= 256
+    assert micro_batch.fit_micro_batch(method, settings, 1024, CUDA, torch.bfloat16) >= 256
 
 
 def test_too_large_a_micro_batch_is_one_sentence_with_the_size_that_fits(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from adclr.data.augment import render
 from adclr.data.packed import pack
 from adclr.data.views import plan
 from adclr.model.views import Views
+from adclr.system.devices import deterministic
 from adclr.training import job
 
 pytestmark = pytest.mark.gpu
@@ -74,14 +75,14 @@ def steps_of(
     query_temperature: float | None = None,
 ) -> tuple[Any, list[Any]]:
     """So many steps on the same views from one seed, with values that change as they do in training."""
-    from adclr.training import schedules, speed
+    from adclr.training import schedules
     from adclr.training.step import Step
 
     method = job.build(settings).to(CUDA)
     if compiled:
-        found = speed.prepare(method, settings, CUDA, torch.bfloat16, 8)
-        assert found is not None
-        assert found.failure is None
+        compilation = job.compile_method(method, settings, CUDA, torch.bfloat16, 8)
+        assert compilation is not None
+        assert compilation.failure is None
     optimizer = schedules.make_optimizer(method.student, settings)
     step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)
     losses = []
@@ -92,7 +93,7 @@ def steps_of(
         found_losses, ok = step([views], values)
         losses.append(found_losses.tolist())
         assert ok.item()
-    assert bool(step.recorded) == recorded
+    assert bool(step.graphs) == recorded
     return method, losses
 
 
@@ -103,7 +104,6 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
     gradient, make 1e-4 of it.
     """
-    from adclr.system.devices import deterministic
 
     settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
     with deterministic(True):
@@ -124,13 +124,13 @@ def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     method = job.build(settings).to(CUDA)
     optimizer = schedules.make_optimizer(method.student, settings)
     values = schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
-    Step(settings, method, optimizer, CUDA, torch.bfloat16)([views], values)
+    Step(settings, method, optimizer, CUDA, torch.bfloat16, record=False)([views], values)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
-    step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
+    step = Step(settings, method, optimizer, CUDA, torch.bfloat16)
     nothing = schedules.Values(0.0, 0.0, 1.0, float("nan"), freeze_last_layer=False)
     _, ok = step([views], nothing)  # recorded, and run once with numbers that void it
-    assert step.recorded
+    assert step.graphs
     assert not ok
     for name, tensor in method.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, msg=name)
@@ -146,13 +146,13 @@ def test_a_batch_that_hides_more_than_there_is_room_for_is_recorded_anew() -> No
     assert views.masks is not None
     more = replace(views.masks, index=views.masks.index[:-3], weight=views.masks.weight[:-3])  # another number
     method = job.build(settings).to(CUDA)
-    step = Step(settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True)
+    step = Step(settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16)
     values = schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False)
     for made in (views, replace(views, masks=more), views):
         losses, ok = step([made], values)
         assert ok.item()
         assert losses.isfinite().all()
-        assert len(step.recorded) == 1
+        assert len(step.graphs) == 1
 
 
 def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
@@ -177,9 +177,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
         _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
         monkeypatch.setattr(ADCLR, "update", waiting)
         method = job.build(settings).to(CUDA)
-        step = Step(
-            settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16, record=True
-        )
+        step = Step(settings, method, schedules.make_optimizer(method.student, settings), CUDA, torch.bfloat16)
         current, losses = torch.cuda.current_stream(), []
         for number in range(6):
             torch.manual_seed(1000 + number)
@@ -191,7 +189,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
             assert ok.item()
     assert len(waited) == 1
     assert not step.record
-    assert not step.recorded
+    assert not step.graphs
     assert "could not be recorded as a CUDA graph" in capsys.readouterr().err
     assert losses == expected
     assert np.isfinite(losses).all()
@@ -232,7 +230,7 @@ def test_after_a_failed_recording_another_succeeds(monkeypatch: pytest.MonkeyPat
             patch.setattr(ADCLR, "update", failing)
             method = job.build(settings).to(CUDA)
             optimizer = schedules.make_optimizer(method.student, settings)
-            step = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=True)
+            step = Step(settings, method, optimizer, CUDA, torch.bfloat16)
             _, ok = step([views], schedules.Values(1e-3, 0.04, 0.99, 0.05, freeze_last_layer=False))
             assert ok.item()
             assert not step.record
@@ -267,6 +265,29 @@ def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
     np.testing.assert_allclose(near, losses, rtol=2e-2)
 
 
+def test_a_run_is_recorded_with_and_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train.compile=off` is recorded too; `train.cuda_graph=off` is not, and its losses are the same to the bit."""
+    from adclr.training import step
+
+    recorded: list[int] = []
+
+    class Counted(step.RecordedStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            recorded[-1] += 1
+
+    monkeypatch.setattr(step, "RecordedStep", Counted)
+    images, losses = write_scenes(tmp_path / "scenes"), []
+    how = ({}, {"compile": "off"}, {"compile": "off", "cuda_graph": "off"})
+    for number, changes in enumerate(how):
+        recorded.append(0)
+        changes = for_kernels(masked_weight=0.0, deterministic=True) | changes
+        run = package.pretrain(images / "train", out=tmp_path / str(number), **changes)
+        losses.append([row["loss"] for row in run.rows("metrics.jsonl")])
+    assert [count > 0 for count in recorded] == [True, True, False]
+    assert losses[1] == losses[2]
+
+
 QUERIES = {
     "anchored": {"query_source": "local"},
     "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2, "query_keys": "patches"},
@@ -277,7 +298,6 @@ QUERIES = {
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_recorded_step_is_the_step_whatever_queries_are(name: str) -> None:
-    from adclr.system.devices import deterministic
 
     settings, views = default_views(8, CUDA, **(SMALL | QUERIES[name]))
     with deterministic(True):

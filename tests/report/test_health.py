@@ -17,7 +17,7 @@ from adclr.evals import matching
 from adclr.model.losses import sinkhorn
 from adclr.report import health
 from adclr.training import job, micro_batch
-from adclr.training.probe import summary
+from adclr.training.probe import summarize
 from tiny import TINY, Adclr, tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
@@ -218,14 +218,14 @@ def test_what_counts_as_learning() -> None:
         return shares | {"held_out_rank_cls": 4.0, "held_out_rank_patches": 9.0, "held_out_images": 400.0}
 
     def said(images: float, patches: float, finding: str | None = None) -> str:
-        return (summary([{"loss": 1.0}, row(20.0, 50.0), row(images, patches)], finding) or "").rpartition(": ")[2]
+        return (summarize([{"loss": 1.0}, row(20.0, 50.0), row(images, patches)], finding) or "").rpartition(": ")[2]
 
     assert said(34.0, 48.0) == "it has learned"
     assert said(20.0, 66.0) == "it has learned"
     assert said(25.0, 53.0) == "no clear sign that it has learned"  # which two untrained networks can differ by
     assert said(3.0, 30.0) == "no clear sign that it has learned"
     assert said(34.0, 48.0, "uniform collapse") == "not to be trusted, for there is a uniform collapse"
-    assert summary([row(20.0, 50.0)]) is None
+    assert summarize([row(20.0, 50.0)]) is None
 
 
 def test_the_score_without_labels(images: Path, tmp_path: Path, adclr: Adclr, capsys: Any) -> None:

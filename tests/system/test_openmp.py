@@ -94,7 +94,7 @@ def test_processes_of_one_machine_share_the_decoding(
     for processes, threads in (("1", 8), ("3", 2), ("20", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         launched = launch.prepare(images / "train", tmp_path / "run", "adclr_vits16", TINY)
-        assert job.assemble(launched, torch.device("cpu")).feed.num_workers == threads
+        assert job.load_job(launched, torch.device("cpu")).feed.num_workers == threads
 
 
 def test_python_code_gets_the_same_and_keeps_its_environment() -> None:

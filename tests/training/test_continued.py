@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from adclr.data.draws import key_of
 from adclr.data.sources import ImageFolder
 from adclr.evals.features import extract
 from adclr.system.runs import Run
-from adclr.training import continued, job, launch, plan
+from adclr.training import continued, job, launch, planning
 from adclr.training.journal import Journal
 from adclr.training.plan_gpus import Gpu
 from adclr.weights.backbone import architecture, fingerprint, load_weights, save_backbone
@@ -57,11 +58,11 @@ def backbone(run: Path, part: str, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [16, 24])
 def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size: int) -> None:
-    taken, _ = continued.settings_of(str(weights), {})
+    taken, _ = continued.adopt_settings(str(weights), {})
     settings = sections.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
     method = job.build(settings)
     heads = {name: tensor.clone() for name, tensor in method.student.head.state_dict().items()}
-    assert continued.begin(method, settings) == fingerprint(load_weights(weights))
+    assert continued.load_init(method, settings) == fingerprint(load_weights(weights))
     loaded = load_weights(weights).vit
     method.eval()
     images = torch.randn(5, 3, size, size)
@@ -182,13 +183,13 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
         pretrain(images, tmp_path / "run", bad)
     assert not (tmp_path / "run").exists()
 
-    kept, told = continued.settings_of(str(weights), {"data.mean": (0.5, 0.5, 0.5), "model.depth": 2})
+    kept, told = continued.adopt_settings(str(weights), {"data.mean": (0.5, 0.5, 0.5), "model.depth": 2})
     assert not {"data.mean", "model.depth", "model.size"} & set(kept)
     assert (kept["model.dim"], kept["model.patch_size"], kept["data.std"]) == (24, 4, (0.2, 0.3, 0.1))
     assert "width 24, 2 blocks, 3 heads, patches of 4" in told
     common = tiny(model__dim=None, model__depth=None, model__num_heads=None, layer_scale=0.1, num_registers=1)
     save_backbone(tmp_path / "common", architecture(common).build().state_dict(), common)
-    kept, _ = continued.settings_of(str(tmp_path / "common" / "backbone.safetensors"), {})
+    kept, _ = continued.adopt_settings(str(tmp_path / "common" / "backbone.safetensors"), {})
     assert (kept["model.size"], kept["model.dim"], kept["model.num_registers"]) == ("small", None, 1)
     assert kept["model.layer_scale"] is not None
     method = job.build(sections.build(Settings, TINY | {"init": "x"} | kept))
@@ -201,7 +202,7 @@ def test_no_recipe_and_a_plan_take_the_model_too(images: Path, weights: Path, tm
     assert any("the model is that of" in reason for reason in found.reasons)
     small = {"init": str(weights), "train.batch_size": 8}
     gpu = Gpu("x", 80.0, 900.0)
-    plan.run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
+    planning.run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["settings"]["model"]["dim"] == 24
 
 
@@ -230,9 +231,10 @@ def test_the_watch_warns_once_when_features_get_worse(
 
 def test_with_labels_the_score_decides_and_without_the_features() -> None:
     first = {"knn_top1": 60.0, "effective_rank": 40.0}
-    assert continued.judge(first, first | {"drift_cosine": 1.0}) is None
-    assert continued.judge(first, {"knn_top1": 59.5, "effective_rank": 3.0, "drift_cosine": 0.1}) is None
-    assert "kNN is 58.0 % where the weights it began with had 60.0 %" in str(continued.judge(first, {"knn_top1": 58.0}))
-    assert "in 12.0 directions where they began with 40.0" in str(continued.judge(first, {"effective_rank": 12.0}))
-    assert "their cosine is 0.30" in str(continued.judge(first, {"effective_rank": 40.0, "drift_cosine": 0.3}))
-    assert continued.judge(first, {"effective_rank": 25.0, "drift_cosine": 0.8}) is None
+    describe = partial(continued.describe_decline, first)
+    assert describe(first | {"drift_cosine": 1.0}) is None
+    assert describe({"knn_top1": 59.5, "effective_rank": 3.0, "drift_cosine": 0.1}) is None
+    assert "kNN is 58.0 % where the weights it began with had 60.0 %" in str(describe({"knn_top1": 58.0}))
+    assert "in 12.0 directions where they began with 40.0" in str(describe({"effective_rank": 12.0}))
+    assert "their cosine is 0.30" in str(describe({"effective_rank": 40.0, "drift_cosine": 0.3}))
+    assert describe({"effective_rank": 25.0, "drift_cosine": 0.8}) is None

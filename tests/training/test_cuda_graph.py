@@ -21,7 +21,7 @@ from adclr.config.settings import Settings
 from adclr.model.ops import attention
 from adclr.model.views import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
-from adclr.training.cuda_graph import NotRecorded, Recorded
+from adclr.training.cuda_graph import RecordedStep, RecordingError
 from adclr.training.step import Step
 from tiny import tiny
 
@@ -100,7 +100,7 @@ class Side:
         pass
 
 
-def attempt(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> Recorded:
+def attempt(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> RecordedStep:
     for name, value in {
         "CUDAGraph": lambda: cuda,
         "graph_pool_handle": lambda: POOL,
@@ -124,7 +124,7 @@ def attempt(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: Exception | None
         return (numbers.sum(),)
 
     try:
-        return Recorded(work, views, (1.0, 2.0))
+        return RecordedStep(work, views, (1.0, 2.0))
     finally:
         assert not cuda.streams
 
@@ -145,7 +145,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
 def test_a_failed_recording_is_put_back(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], calls: list[str]) -> None:
     cuda = Cuda(**how)
     torch.manual_seed(5)
-    with pytest.raises(NotRecorded, match=r"^no waiting here$") as told:
+    with pytest.raises(RecordingError, match=r"^no waiting here$") as told:
         attempt(cuda, monkeypatch, ValueError("no\nwaiting here"))
     assert cuda.calls == calls
     assert torch.initial_seed() == 5
@@ -160,7 +160,7 @@ def test_memory_that_is_full_stays_that_error(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("refuses", ["release", "rand"])
 def test_what_cannot_be_put_back_ends_the_run(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
-    with pytest.raises(UserError, match=r"recorded as a CUDA graph \(why\); set train\.compile=off"):
+    with pytest.raises(UserError, match=r"recorded as a CUDA graph \(why\); set train\.cuda_graph=off"):
         attempt(Cuda(given_up=True, refuses=refuses), monkeypatch, ValueError("why"))
 
 
@@ -175,9 +175,9 @@ def test_a_step_that_is_not_recorded_is_taken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
-        raise NotRecorded("why")
+        raise RecordingError("why")
 
-    monkeypatch.setattr("adclr.training.step.Recorded", refuse)
+    monkeypatch.setattr("adclr.training.step.RecordedStep", refuse)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     settings = tiny()
     method, device = job.build(settings), torch.device("cpu")
@@ -190,6 +190,40 @@ def test_a_step_that_is_not_recorded_is_taken(
         assert losses.isfinite().all()
     assert not step.record
     assert capsys.readouterr().err.count("could not be recorded as a CUDA graph, so it is slower (why)") == 1
+
+
+RECORDABLE: list[tuple[dict[str, Any], int, bool]] = [  # settings, micro-batches of a step, whether it is recorded
+    ({}, 1, True),
+    ({"compile": "off"}, 1, True),
+    ({"compile": "off", "cuda_graph": "off"}, 1, False),
+    ({"cuda_graph": "off"}, 1, False),
+    ({}, 2, False),
+    ({"shard": True}, 1, False),
+    ({"target": "sinkhorn"}, 1, True),
+    ({"target": "sinkhorn", "masked_weight": 1.0}, 1, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "accumulate", "recorded"), RECORDABLE)
+def test_on_a_gpu_a_step_is_recorded_whether_it_is_compiled_or_not(
+    changes: dict[str, Any], accumulate: int, recorded: bool
+) -> None:
+    settings = tiny(**changes)
+    method = job.build(settings)
+    optimizer = schedules.make_optimizer(method.student, settings)
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert Step(settings, method, optimizer, gpu, None, accumulate).record == recorded
+    assert not Step(settings, method, optimizer, gpu, None, accumulate, record=False).record
+    assert not Step(settings, method, optimizer, cpu, None, accumulate).record
+
+
+def test_a_step_is_not_recorded_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny()
+    method = job.build(settings)
+    monkeypatch.setattr("adclr.system.distributed.world_size", lambda: 2)
+    monkeypatch.setattr("adclr.training.step._data_parallel", lambda method, _: method)
+    optimizer = schedules.make_optimizer(method.student, settings)
+    assert not Step(settings, method, optimizer, torch.device("cuda", 0), None).record
 
 
 @pytest.mark.parametrize("masked_weight", [0.0, 1.0])

@@ -59,7 +59,7 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path,
     command = [sys.executable, "-m", "adclr", "pretrain", str(images / "train"), "--out", str(parts), *words(changes)]
     # the process stops itself dead, in the middle of an epoch and of a line of metrics, two steps later
     killer = (
-        "import os, signal, sys, time, adclr.journal as j; from adclr.cli import main; step = j.Journal.step\n"
+        "import os, signal, sys, time, adclr.training.journal as j; from adclr.cli import main; step = j.Journal.step\n"
         "def dead(self, done, *rest):\n"
         "    step(self, done, *rest)\n"
         f"    while done == {first + 2}:\n"
@@ -186,16 +186,18 @@ def unfinished(images: Path, out: Path, **changes: Any) -> Run:
 
 
 def test_a_run_is_resumed_with_what_says_how_it_computes_changed(images: Path, tmp_path: Path) -> None:
-    """`train.compile=off` is what the program advises where a step cannot be recorded."""
+    """`train.cuda_graph=off` is what the program advises where a step cannot be recorded."""
     run = unfinished(images, tmp_path / "run")
     whole = state_of(pretrain(images / "train", tmp_path / "whole").path, 8)
-    pretrain(images / "train", run.path, train__compile="off", train__checkpoint_activations=True)
+    how = {"train__compile": "off", "train__cuda_graph": "off", "train__checkpoint_activations": True}
+    pretrain(images / "train", run.path, **how)
     assert run.finished
     for part, tensors in state_of(run.path, 8).items():
         assert all(torch.equal(tensor, whole[part][name]) for name, tensor in tensors.items())
     settings = run.settings()
     assert settings is not None
-    assert (settings.train.compile, settings.train.checkpoint_activations) == ("off", True)
+    train = settings.train
+    assert (train.compile, train.cuda_graph, train.checkpoint_activations) == ("off", "off", True)
     assert run.starts()[-1]["from_step"] == 6
 
 

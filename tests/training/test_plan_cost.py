@@ -127,7 +127,7 @@ def test_what_is_computed_again_is_not_kept_and_what_is_not_recorded_is_not_copi
     recipe = sections.recipe("adclr_vits16")
     usual, again, unrecorded = (
         gib_of(sections.build(Settings, recipe, changes), 256)
-        for changes in ({}, {"checkpoint_activations": True}, {"compile": "off"})
+        for changes in ({}, {"checkpoint_activations": True}, {"cuda_graph": "off"})
     )
     assert unrecorded == pytest.approx(22.6, rel=0.05)  # "not recorded as a CUDA graph" of docs/performance.md
     assert unrecorded < usual

@@ -160,14 +160,14 @@ def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_
     for number in range(4):
         still = {"freeze_last_layer": number < 2, "freeze_backbone": number < 1}
         values = Values(0.01, 0.1 * number, 0.9, 0.04 + 0.01 * number, **still, query_temperature=0.1)
-        told, ok = steps[0]([views], values)
-        same, fine = steps[1]._take([views], torch.tensor(values.numbers), values.frozen)
+        losses, ok = steps[0]([views], values)
+        same, fine = steps[1]._run([views], torch.tensor(values.numbers), values.frozen)
         assert ok
         assert fine
-        torch.testing.assert_close(told, same)
+        torch.testing.assert_close(losses, same)
         for a, b in zip(state(0), state(1), strict=True):
             torch.testing.assert_close(a, b)
     before = state(1)
-    _, ok = steps[1]._take([views], torch.tensor([0.0, 0.0, 1.0, math.nan, math.nan]), (False, False))
+    _, ok = steps[1]._run([views], torch.tensor([0.0, 0.0, 1.0, math.nan, math.nan]), (False, False))
     assert not ok
     assert all(torch.equal(a, b) for a, b in zip(before, state(1), strict=True))

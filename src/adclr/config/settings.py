@@ -235,6 +235,9 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = runtime(
         "auto", "compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
     )
+    cuda_graph: Literal["auto", "off"] = runtime(
+        "auto", "record the step as one CUDA graph; auto: on one GPU, where a micro-batch is a step"
+    )
     checkpoint_activations: bool = runtime(
         False, "keep only the inputs of blocks and run them again in backward: less memory, more time"
     )

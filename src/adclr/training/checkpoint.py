@@ -1,6 +1,6 @@
-"""Checkpoints of a pretraining: {student, teacher, optimizer, centers}.safetensors and where it stands.
+"""Checkpoints of a pretraining: {student, teacher, optimizer, centers}.safetensors and state.json.
 
-How they are written is in `snapshot`; resumed exactly.
+`weights.snapshot` writes the files; a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -20,35 +20,32 @@ from adclr.config.sections import UserError
 from adclr.model.method import ADCLR
 from adclr.system import distributed
 from adclr.system.runs import Run
-from adclr.training.meter import checked
+from adclr.training.meter import check_state
 from adclr.training.sharding import state_of
 from adclr.weights import snapshot
 from adclr.weights.snapshot import Parts
 from adclr.weights.tensors import fit_tensors
 
 NAMES = [f"{name}.safetensors" for name in ("student", "teacher", "centers", "optimizer")] + ["state.json"]
-
-
 Count = Annotated[int, Field(strict=True, ge=1, le=2**53)]
 
 
 @dataclass(frozen=True)
 class State:
-    """What else a resumed run must know."""
+    """The content of state.json: what a resumed run needs beside the tensors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: Count  # steps done
     steps_per_epoch: Count
     fingerprint: str  # of the collection
-    # what has been metered since the last line of metrics.jsonl
-    meter: Annotated[dict[str, Any], AfterValidator(checked)]
+    meter: Annotated[dict[str, Any], AfterValidator(check_state)]  # since the last line of metrics.jsonl
     processes: Count
     micro_batch_size: Count
 
 
 def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
-    """All tensors of a checkpoint, where they lie."""
+    """Return all tensors of a checkpoint, on the device they are on."""
     return {
         "student": method.student.state_dict(),
         "teacher": method.teacher.state_dict(),
@@ -58,84 +55,82 @@ def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
 
 
 def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
-    """Writes tensors on the CPU, makes that the latest, and only then deletes the checkpoints that are too many."""
+    """Write tensors on the CPU as the latest checkpoint, then delete all but the newest `keep`."""
     return snapshot.write(run, state.step, tensors, vars(state), keep)
 
 
 def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
-    """Restores the newest whole checkpoint in which a step is not done yet, and changes nothing on the disk."""
-    found = snapshot.newest(run, NAMES, before=step)
-    return None if found.step is None else _restore(run.checkpoints / f"step_{found.step}", method, optimizer)
+    """Restore the newest whole checkpoint in which a step is not done yet, and change nothing on the disk."""
+    newest = snapshot.newest(run, NAMES, before=step)
+    return None if newest.step is None else _restore(run.checkpoints / f"step_{newest.step}", method, optimizer)
 
 
 def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
-    """Restores the newest whole checkpoint and says where it stands; None if there is none.
+    """Restore the newest whole checkpoint and return its state; None if there is none.
 
-    The first process looks which that is, and sets newer ones that are damaged aside; all read the same.
+    The first process finds it, and renames newer ones that are damaged; all processes read the same.
     """
     device = next(method.parameters()).device
-    found = snapshot.newest(run, NAMES) if distributed.is_main() else snapshot.Found(None, {})
-    number = -1 if found.step is None else found.step
-    agreed = torch.tensor([number + 2 if distributed.is_main() else 0, bool(found.damaged)], device=device)
-    step, damaged = distributed.sum_(agreed).tolist()
+    newest = snapshot.newest(run, NAMES) if distributed.is_main() else snapshot.Found(None, {})
+    number = -1 if newest.step is None else newest.step
+    # the first process adds its step + 2, the others 0: a sum of 1 is no checkpoint
+    message = torch.tensor([number + 2 if distributed.is_main() else 0, bool(newest.damaged)], device=device)
+    step, damaged = distributed.sum_(message).tolist()
     if step == 1:
         if damaged:
-            first = next(iter(found.damaged.items()), (0, "another process says so"))
+            first = next(iter(newest.damaged.items()), (0, "another process says so"))
             raise UserError(
                 f"checkpoint {run.checkpoints}/step_{first[0]} is damaged at {first[1]} and no other is whole; "
                 "restore it, or delete that directory to start anew"
             )
         return None
-    if found.damaged:
-        _set_aside(run, found.damaged, step - 2)
+    if newest.damaged:
+        _rename_damaged(run, newest.damaged, step - 2)
     return _restore(run.checkpoints / f"step_{step - 2}", method, optimizer)
 
 
-def _set_aside(run: Run, damaged: Mapping[int, str], going_on_from: int) -> None:
-    """Damaged checkpoints must not be counted among those that are kept; `latest` leads past them first."""
+def _rename_damaged(run: Run, damaged: Mapping[int, str], resumed_step: int) -> None:
+    """Rename damaged checkpoints to step_N.damaged, so that they do not count as checkpoints; first change `latest`."""
     for step, name in damaged.items():
         folder = run.checkpoints / f"step_{step}"
-        aside = folder.with_name(f"{folder.name}.damaged")
+        renamed = folder.with_name(f"{folder.name}.damaged")
         try:
-            snapshot.point(run, f"step_{going_on_from}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(folder, aside)
+            snapshot.point(run, f"step_{resumed_step}")
+            shutil.rmtree(renamed, ignore_errors=True)
+            os.rename(folder, renamed)
         except OSError as error:
             raise UserError(
                 f"checkpoint {folder} is damaged at {name} and cannot be moved ({error.strerror}); delete it by hand"
             ) from None
         print(
-            f"checkpoint step_{step} is damaged at {name} and is now called {aside.name}; "
-            f"training goes on from step {going_on_from}",
+            f"checkpoint step_{step} is damaged at {name} and is now called {renamed.name}; "
+            f"training goes on from step {resumed_step}",
             file=sys.stderr,
         )
 
 
 def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.AdamW) -> State:
-    wanted = parts(method, optimizer)
-    stored, state = snapshot.load(folder, list(wanted))
-    for name, module in (
-        ("student", method.student),
-        ("teacher", method.teacher),
-        ("centers", method.centers),
-    ):
-        fit_tensors(wanted[name], stored[name], folder / f"{name}.safetensors")
+    """Load the tensors of a checkpoint into method and optimizer, and return its state."""
+    expected = parts(method, optimizer)
+    stored, state = snapshot.load(folder, list(expected))
+    for name, module in (("student", method.student), ("teacher", method.teacher), ("centers", method.centers)):
+        fit_tensors(expected[name], stored[name], folder / f"{name}.safetensors")
         module.load_state_dict(stored[name])
     snapshot.load_optimizer(method.student, optimizer, stored["optimizer"], folder / "optimizer.safetensors")
     return _state(state, folder)
 
 
 def _state(stored: Any, folder: Path) -> State:
-    """What state.json says, if it can be: a number in it may make the loop go wrong long after this."""
+    """Return state.json, checked: a wrong number in it might fail only much later, in the loop."""
     try:
-        found: State = TypeAdapter(State).validate_python(stored)
-        if folder.name != f"step_{found.step}" or any(row[0] > found.step for row in found.meter["void"]):
+        state: State = TypeAdapter(State).validate_python(stored)
+        if folder.name != f"step_{state.step}" or any(row[0] > state.step for row in state.meter["void"]):
             raise ValueError
     except ValueError as error:  # pydantic's too
         first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        what = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else "steps of another place"
+        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else "steps of another place"
         raise UserError(
-            f"{folder}/state.json is not as this version of adclr writes it ({what[:200]}); "
+            f"{folder}/state.json is not as this version of adclr writes it ({reason[:200]}); "
             "delete that directory to go on from an older one, or choose another --out"
         ) from None
-    return found
+    return state

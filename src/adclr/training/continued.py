@@ -1,7 +1,7 @@
-"""Pretraining that goes on from weights: where it begins, and a watch over what becomes of them.
+"""Pretraining from given weights (`model.init`): their settings, loading them, a check that features do not decline.
 
-Student and teacher start as the same backbone, with new heads. While the heads warm up the backbone stands still: the
-gradients of a random head would only spoil it. W is read when settings are made and at step 0, never again.
+Student and teacher start from the same backbone, with new heads. While the heads warm up the backbone is frozen: the
+gradients of a random head would only harm it. The weights are read when settings are built and at step 0, never again.
 """
 
 from __future__ import annotations
@@ -28,168 +28,174 @@ from adclr.system import distributed
 from adclr.system.files import write_atomically
 from adclr.system.runs import Run
 from adclr.training.journal import Probe
+from adclr.training.schedules import Schedules
 from adclr.training.signals import Signals
 from adclr.weights.backbone import Weights, fingerprint, load_weights
 from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
-# What the tensors are made for, so that nobody can ask for something else; and what goes with them unless one does.
+# Settings that the shapes of the tensors fix; and those of KEPT, which are taken over unless the user sets them.
 FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels")
 RULES = ("model.query_keys", "model.query_read_only_blocks", "model.position_resampling", "model.norm_eps")
 KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
-FEATURES = "start_features.safetensors"  # in a run: what the weights made of a few images, and the keys of these
-WATCHED = 256  # images
-WORSE_KNN = 1.0  # points below the start that are worth a warning
-LEAST_COSINE = 0.5  # of features with those at the start, in the mean
-LEAST_RANK = 0.5  # of features, of their rank at the start
+FEATURES = "start_features.safetensors"  # in a run: features of a few images at the start, and their keys
+NUM_IMAGES = 256  # whose features are compared
+KNN_DROP = 1.0  # points below the start that give a warning
+MIN_COSINE = 0.5  # mean cosine of features with those at the start
+MIN_RANK = 0.5  # effective rank, as a share of that at the start
 
 
-def facts(weights: Weights) -> dict[str, Any]:
-    """The settings that weights decide."""
+def _settings_of_weights(weights: Weights) -> dict[str, Any]:
+    """Return the settings that weights determine, by full name."""
     vit = weights.vit
-    found = {path: getattr(vit, path.removeprefix("model.")) for path in (*FIXED, *RULES)}
-    first = vit.blocks[0]
-    scaled = isinstance(getattr(first, "ls1", None), LayerScale)
-    found |= {"model.layer_scale": 1.0 if scaled else None, "data.mean": weights.mean, "data.std": weights.std}
-    return found | {"data.max_value": weights.max_value}
+    settings = {path: getattr(vit, path.removeprefix("model.")) for path in (*FIXED, *RULES)}
+    has_layer_scale = isinstance(getattr(vit.blocks[0], "ls1", None), LayerScale)
+    settings["model.layer_scale"] = 1.0 if has_layer_scale else None
+    return settings | {"data.mean": weights.mean, "data.std": weights.std, "data.max_value": weights.max_value}
 
 
-def settings_of(init: str, said: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The settings that weights decide and nobody else has, by full name, and a sentence about them."""
-    found = facts(load_weights(init, partial=None))
-    size, patch = said.get("model.size"), found["model.patch_size"]
-    wanted = dict(zip(SHAPE, VIT_SIZES.get(str(size), ()), strict=False)) | dict(said)
+def adopt_settings(init: str, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the settings that weights determine and the user does not set, by full name, and a sentence on them."""
+    settings = _settings_of_weights(load_weights(init, partial=None))
+    size, patch = overrides.get("model.size"), settings["model.patch_size"]
+    requested = dict(zip(SHAPE, VIT_SIZES.get(str(size), ()), strict=False)) | dict(overrides)
     for path in FIXED:
-        if wanted.get(path) is not None and wanted[path] != found[path]:
-            name = path if path in said else f"model.size={size}, that is {path}"
+        if requested.get(path) is not None and requested[path] != settings[path]:
+            name = path if path in overrides else f"model.size={size}, that is {path}"
             raise UserError(
-                f"{init} is of {path}={found[path]}, but {name}={wanted[path]} was asked for; "
+                f"{init} is of {path}={settings[path]}, but {name}={requested[path]} was asked for; "
                 "leave that out or use other weights"
             )
     scale = "model.layer_scale"
-    if scale in said and (said[scale] is None) != (found[scale] is None):
+    if scale in overrides and (overrides[scale] is None) != (settings[scale] is None):
         raise UserError(
-            f"{init} has {'no' if found[scale] is None else 'a'} LayerScale; leave out {scale}={said[scale]}"
+            f"{init} has {'no' if settings[scale] is None else 'a'} LayerScale; leave out {scale}={overrides[scale]}"
         )
-    dim, depth, heads = (found[path] for path in SHAPE)
-    told = f"the model is that of {init}: width {dim}, {depth} blocks, {heads} heads, patches of {patch}"
-    named = [name for name, shape in VIT_SIZES.items() if shape == (dim, depth, heads)]
-    if named and not {"model.size", *SHAPE} & set(said):
-        found |= {"model.size": named[0]} | dict.fromkeys(SHAPE)
-    return {path: value for path, value in found.items() if path not in said}, told
+    dim, depth, heads = (settings[path] for path in SHAPE)
+    reason = f"the model is that of {init}: width {dim}, {depth} blocks, {heads} heads, patches of {patch}"
+    sizes = [name for name, shape in VIT_SIZES.items() if shape == (dim, depth, heads)]
+    if sizes and not {"model.size", *SHAPE} & set(overrides):
+        settings |= {"model.size": sizes[0]} | dict.fromkeys(SHAPE)
+    return {path: value for path, value in settings.items() if path not in overrides}, reason
 
 
-def begin(method: ADCLR, settings: Settings) -> str:
-    """Gives student and teacher the backbone of the weights, positions resampled if need be; their fingerprint."""
+def load_init(method: ADCLR, settings: Settings) -> str:
+    """Load the weights of `model.init` into student and teacher, positions resampled; return their fingerprint."""
     assert settings.model.init is not None
     weights, path = load_weights(settings.model.init, partial=None), Path(settings.model.init)
     for branch in (method.student, method.teacher):
         backbone = branch.backbone
-        own = backbone.state_dict()
-        state = weights.vit.state_dict() | {name: own[name] for name in ("mask_token",) if name in own}  # which is new
+        initial = backbone.state_dict()
+        state = weights.vit.state_dict()
+        if "mask_token" in initial:  # which the weights do not have
+            state["mask_token"] = initial["mask_token"]
         with torch.no_grad():
             state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
-        fit_tensors(own, state, path)
+        fit_tensors(initial, state, path)
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)
     return fingerprint(weights)
 
 
-class Watch:
-    """Looks whether features get worse than those it began with, with labels by kNN, without by what is left of them.
+class ForgettingProbe:
+    """Checks whether features decline from those at the start: by kNN where there are labels, else by drift and rank.
 
-    Takes the place of the probe, if there is one. Features at the start are kept in the run.
+    Wraps the run's probe, if there is one. Features at the start are kept in the run directory.
     """
 
     def __init__(
         self,
         run: Run,
         settings: Settings,
-        teacher: Callable[[], Weights],  # whole; all processes ask
+        schedules: Schedules,
+        teacher: Callable[[], Weights],  # called by all processes
         source: Source,
         device: torch.device,
-        steps: tuple[int, int],  # of an epoch, of all
         start: int,
         probe: Probe | None,
     ) -> None:
         self.run, self.settings, self.device, self.probe = run, settings, device, probe
         self.teacher = teacher
-        chosen = np.argsort(mix(source.keys), kind="stable")[:WATCHED]
+        chosen = np.argsort(mix(source.keys), kind="stable")[:NUM_IMAGES]
         self.source = Subset(source, np.sort(chosen))
-        self.every, self.total = settings.probe.every_epochs * steps[0], steps[1]
-        self.fresh = start == 0
+        self.every, self.total = settings.probe.every_epochs * schedules.steps_per_epoch, schedules.total_steps
+        self.at_start = start == 0
         self.first: dict[str, float] = {}  # scores at the start
         self.features: dict[int, Tensor] = {}  # at the start, by the key of the image
         self.warned = False
-        if not self.fresh and distributed.is_main():
-            self._recall()
+        if not self.at_start and distributed.is_main():
+            self._load_start()
 
-    def _recall(self) -> None:
+    def _load_start(self) -> None:
+        """Read the features and scores that the run had at the start."""
         for row in self.run.rows("metrics.jsonl"):
             if row.get("step") == 0:
                 self.first |= {name: value for name, value in row.items() if name in ("knn_top1", "effective_rank")}
         file = self.run.path / FEATURES
         if file.exists():
-            kept = read_tensors(file)
-            self.features = dict(zip(kept["keys"].tolist(), kept["features"], strict=True))
-            # not as an earlier version of the program computed it
-            self.first["effective_rank"] = effective_rank(kept["features"].double()).item()
+            tensors = read_tensors(file)
+            self.features = dict(zip(tensors["keys"].tolist(), tensors["features"], strict=True))
+            # measured again, since an earlier version of the program computed it by another formula
+            self.first["effective_rank"] = effective_rank(tensors["features"].double()).item()
 
     def due(self, done: int) -> bool:
+        """Return whether features are compared after so many steps."""
         return done % self.every == 0 or done == self.total
 
     def missing(self, start: int) -> bool:
+        """Return whether a run must be scored before it continues."""
         rows = self.run.rows("metrics.jsonl")
         return self.due(start) and not any(row.get("step") == start and "effective_rank" in row for row in rows)
 
     def __call__(self, signals: Signals) -> dict[str, float]:
+        """Return the scores of the probe and of the features; none if a signal came."""
         scores = self.probe(signals) if self.probe is not None else {}
         teacher = self.teacher()
         if distributed.is_main() and (scores or self.probe is None):
-            seen = signals.cut_short(lambda: self._look(teacher))
-            scores = scores | seen if seen else {}
-            if seen and self.fresh:
-                self.first, self.fresh = dict(scores), False
+            feature_scores = signals.interruptible(lambda: self._score_features(teacher))
+            scores = scores | feature_scores if feature_scores else {}
+            if feature_scores and self.at_start:
+                self.first, self.at_start = dict(scores), False
         distributed.barrier()
         return scores
 
-    def _look(self, teacher: Weights) -> dict[str, float]:
+    def _score_features(self, teacher: Weights) -> dict[str, float]:
+        """Return the effective rank of the features and their mean cosine with those at the start."""
         data, vit = self.settings.data, teacher.vit
-        workers, at_once = data.num_workers or None, self.settings.probe.images_at_once
-        found = extract(teacher, self.source, lambda images: vit(images).cls, self.device, at_once, workers, show=False)
-        keys = self.source.keys[found.kept].view(np.int64)
-        if self.fresh:
-            tensors = {"keys": torch.from_numpy(keys.copy()), "features": found.values}
+        workers, batch = data.num_workers or None, self.settings.probe.images_at_once
+        found = extract(teacher, self.source, lambda images: vit(images).cls, self.device, batch, workers, show=False)
+        features, keys = found.values, self.source.keys[found.kept].view(np.int64)
+        if self.at_start:
+            tensors = {"keys": torch.from_numpy(keys.copy()), "features": features}
             write_atomically(self.run.path / FEATURES, save(tensors))
-            self.features = dict(zip(keys.tolist(), found.values, strict=True))
-        shared = [place for place, key in enumerate(keys.tolist()) if key in self.features]
-        scores = {"effective_rank": effective_rank(found.values.double()).item()}
-        if shared:  # none is, on other images or where the file was lost
-            before = torch.stack([self.features[int(keys[place])] for place in shared])
-            now = found.values[shared]
-            scores["drift_cosine"] = F.cosine_similarity(now.double(), before.double()).mean().item()
+            self.features = dict(zip(keys.tolist(), features, strict=True))
+        shared = [index for index, key in enumerate(keys.tolist()) if key in self.features]
+        scores = {"effective_rank": effective_rank(features.double()).item()}
+        if shared:  # none are, on other images or where the file was lost
+            before = torch.stack([self.features[int(keys[index])] for index in shared])
+            scores["drift_cosine"] = F.cosine_similarity(features[shared].double(), before.double()).mean().item()
         return scores
 
     def warning(self, scores: dict[str, float]) -> str | None:
-        """Once, when features have become worse."""
-        text = None if self.warned or not scores else judge(self.first, scores)
+        """Return a warning the first time that features have declined."""
+        text = None if self.warned or not scores else describe_decline(self.first, scores)
         self.warned = self.warned or text is not None
         return text
 
 
-def judge(first: Mapping[str, float], scores: Mapping[str, float]) -> str | None:
-    """A sentence if scores are worse than the first: by kNN if there is one, else by what is left of the features."""
+def describe_decline(first: Mapping[str, float], scores: Mapping[str, float]) -> str | None:
+    """Return a sentence if scores are worse than the first: by kNN if there is one, else by rank and drift."""
     remedy = "lower optim.lr, raise method.momentum or freeze the backbone for longer"
     if "knn_top1" in scores:
         before, now = first.get("knn_top1", 0.0), scores["knn_top1"]
-        if now < before - WORSE_KNN:
+        if now < before - KNN_DROP:
             return f"kNN is {now:.1f} % where the weights it began with had {before:.1f} %; {remedy}"
         return None
     before, now = first.get("effective_rank", 0.0), scores.get("effective_rank", 0.0)
-    if now < LEAST_RANK * before:
+    if now < MIN_RANK * before:
         return f"features spread in {now:.1f} directions where they began with {before:.1f}; {remedy}"
     cosine = scores.get("drift_cosine", 1.0)
-    if cosine < LEAST_COSINE:
+    if cosine < MIN_COSINE:
         return f"little is left of the features it began with, their cosine is {cosine:.2f} in the mean; {remedy}"
     return None

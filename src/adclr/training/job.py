@@ -1,8 +1,10 @@
-"""All that a pretraining consists of while it runs, put together from settings and the last checkpoint."""
+"""Everything one pretraining works with: method, optimizer, images, and the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from adclr.data.draws import combine, key_of
 from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.stamps import Stamps
+from adclr.model.compiled import Compiled, compile_blocks
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
 from adclr.system import distributed, machine
@@ -23,14 +26,15 @@ from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, launch
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
-from adclr.training.micro_batch import fitted
+from adclr.training.micro_batch import fit_micro_batch, random_views
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.training.sharding import Sharded
+from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, architecture
 
 
 def build(settings: Settings) -> ADCLR:
-    """The method that settings describe, newly initialised from their seed."""
+    """Return the method that settings describe, its weights initialized from their seed."""
     torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
     method, shape = settings.method, architecture(settings)
 
@@ -44,7 +48,7 @@ def build(settings: Settings) -> ADCLR:
         )
         return Branch(shape.build(drop_path, mask_token=settings.masked), head)
 
-    return ADCLR(
+    model = ADCLR(
         branch(settings.model.drop_path),
         branch(0.0),
         query_weight=method.query_weight,
@@ -56,17 +60,41 @@ def build(settings: Settings) -> ADCLR:
         queries_in_local_views=method.queries_in_local_views,
         anchored_queries=settings.num_anchored,
     )
+    if settings.train.checkpoint_activations:
+        model.student.backbone.checkpoint_blocks()
+    return model
+
+
+def compile_method(
+    method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
+) -> Compiled | None:
+    """Compile the blocks of both backbones for micro-batches of this size; None where settings do not ask for it.
+
+    The trial step that compiles leaves weights, gradients and centers as they were.
+    """
+    compiles = settings.train.compile == "on" or (settings.train.compile == "auto" and device.type == "cuda")
+    if settings.train.shard or not compiles:
+        return None
+
+    def trial() -> None:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            losses = method(random_views(settings, micro_batch, device), settings.method.teacher_temperature)
+        losses.total.backward()
+
+    compiled = compile_blocks((method.student.backbone, method.teacher.backbone), trial)
+    method.forget()
+    return compiled
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a pretraining consists of while it runs."""
+    """All parts of a pretraining while it runs."""
 
     settings: Settings
     run: Run
     method: ADCLR
     optimizer: torch.optim.AdamW
-    state: checkpoint.State | None  # where it was resumed, if it was
+    state: checkpoint.State | None  # of the checkpoint it was resumed from, if any
     schedules: Schedules
     feed: Feed
     batches: TrainingBatches
@@ -79,17 +107,26 @@ class Job:
     init: str | None  # fingerprint of the weights that this start has read, if it has
     sharded: Sharded | None = None
 
-    def teacher(self) -> Branch:
-        """Whole, as it is now, and always the same object; all processes must ask."""
-        return self.method.teacher if self.sharded is None else self.sharded.teacher()
+    @property
+    def start(self) -> int:
+        """Steps done when it was resumed; 0 for a new run."""
+        return 0 if self.state is None else self.state.step
 
     @property
     def accumulate(self) -> int:
+        """Micro-batches of a step in this process."""
         return self.settings.train.batch_size // distributed.world_size() // self.micro_batch
 
+    def teacher(self) -> Branch:
+        """Return the teacher with all of its weights, always the same object; all processes must call it."""
+        return self.method.teacher if self.sharded is None else self.sharded.teacher()
 
-def assemble(launched: Launch, device: torch.device, before: int | None = None) -> Job:
-    """The job, resumed; from a checkpoint before a step if one is given."""
+
+def load_job(launched: Launch, device: torch.device, before: int | None = None) -> Job:
+    """Build all parts of a run and restore its newest checkpoint, or the newest before a step; write nothing.
+
+    Without a checkpoint the run starts at step 0. `record_start` then brings the files of the run to the same step.
+    """
     settings, source, run = launched.settings, launched.source, launched.run
     method = build(settings).to(device)
     dtype = autocast_dtype(settings.train.precision, device)
@@ -98,32 +135,22 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         state = checkpoint.load(run, method, optimizer)
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
-    data = settings.data
+    data, meter = settings.data, Meter(device, settings.train.log_every_steps)
     now = stamps.take(source, data.check, data.num_workers) if distributed.is_main() else None
     if state is not None:
         _check_resumable(launched, state, now)
-    init = continued.begin(method, settings) if state is None and settings.model.init else None
-
-    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
-
-    def quarantine(path: str, reason: str) -> None:
-        row = {"path": path, "reason": reason}
-        if distributed.world_size() > 1:
-            run.append_once("quarantine.jsonl", row, key="path")  # reads the file, so that no process repeats another
-        elif path not in listed:
-            run.append("quarantine.jsonl", row)
-
-    workers = settings.data.num_workers
+        meter.restore(state.meter)
+    init = continued.load_init(method, settings) if state is None and settings.model.init else None
     feed = Feed(
         source,
-        machine.cpu_share() if workers is None else workers,
+        machine.cpu_share() if data.num_workers is None else data.num_workers,
         decoder(settings),
-        settings.data.max_unreadable,
+        data.max_unreadable,
         pin=device.type == "cuda",
-        on_unreadable=quarantine,
+        on_unreadable=_quarantine(run),
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
-    feed.keep(settings.data.cache, device)
+    feed.keep(data.cache, device)
     micro_batch = _micro_batch(settings, state, method, device, dtype)
     return Job(
         settings=settings,
@@ -137,41 +164,102 @@ def assemble(launched: Launch, device: torch.device, before: int | None = None) 
         device=device,
         dtype=dtype,
         micro_batch=micro_batch,
-        meter=Meter(device, settings.train.log_every_steps),
+        meter=meter,
         fingerprint=source.fingerprint(),
         stamps=now,
         init=init,
     )
 
 
+def record_start(job: Job, launched: Launch, compiled: Compiled | None) -> None:
+    """Write the settings and provenance of this start, and remove the rows of steps that will be done again."""
+    run, source = job.run, launched.source
+    distributed.barrier()  # all processes have read what the first one is about to write over
+    if not distributed.is_main():
+        return
+    # data.allow_changed holds for one start only
+    data = job.settings.data.model_copy(update={"allow_changed": False})
+    run.write_settings(job.settings.model_copy(update={"data": data}))
+    run.add_provenance(_provenance(job, launched, compiled))
+    snapshot.tidy(run)
+    for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl"):
+        run.cut(name, -1 if job.state is None else job.start)
+    if source.listing is not None:
+        source.listing.save(run.path / launch.INDEX)
+    if job.stamps is not None:
+        job.stamps.save(run.path / launch.STAMPS, source.keys)
+    run.cut("quarantine.jsonl", float("inf"))  # only the part of a line that a crash left
+
+
+def shard(job: Job) -> Job:
+    """Return the job with its weights spread over the processes, where settings ask for it and there are several."""
+    if not job.settings.train.shard or distributed.world_size() == 1:
+        return job
+    sharded = Sharded(job.method, job.optimizer, job.settings, job.device)
+    return replace(job, sharded=sharded, optimizer=sharded.optimizer)
+
+
 def decoder(settings: Settings) -> Decoder:
+    """Return the decoder that settings describe."""
     data = settings.data
     return Decoder(data.max_pixels, settings.model.num_channels, data.max_value, data.shrink_above, data.max_side)
+
+
+def _quarantine(run: Run) -> Callable[[str, str], None]:
+    """Return a function that lists an unreadable image in quarantine.jsonl, once."""
+    listed = {row.get("path") for row in run.rows("quarantine.jsonl")}
+
+    def quarantine(path: str, reason: str) -> None:
+        row = {"path": path, "reason": reason}
+        if distributed.world_size() > 1:
+            run.append_once("quarantine.jsonl", row, key="path")  # reads the file, so that no process repeats another
+        elif path not in listed:
+            run.append("quarantine.jsonl", row)
+
+    return quarantine
 
 
 def _micro_batch(
     settings: Settings, state: checkpoint.State | None, method: ADCLR, device: torch.device, dtype: torch.dtype | None
 ) -> int:
-    """The one that is set; or that of the run so far, so that drop path draws the same; or the one that fits."""
+    """Return the size that is set; or that of the run so far, so that drop path draws the same; or one that fits."""
     if settings.train.micro_batch_size:
         return settings.train.micro_batch_size
     if state is not None and state.processes == distributed.world_size():
         return state.micro_batch_size
     local_batch = settings.train.batch_size // distributed.world_size()
-    images = fitted(method, settings, local_batch, device, dtype)
+    images = fit_micro_batch(method, settings, local_batch, device, dtype)
     return int(distributed.min_(torch.tensor(float(images), device=device)).item())  # the same in every process
 
 
+def _provenance(job: Job, launched: Launch, compiled: Compiled | None) -> dict[str, Any]:
+    """Return what provenance.json says of this start beside the command and versions."""
+    return {
+        "from_step": job.start,
+        "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        "precision": "float32" if job.dtype is None else "bfloat16",
+        "processes": distributed.world_size(),
+        "micro_batch_size": job.micro_batch,
+        "compiled": None if compiled is None else compiled._asdict(),
+        "images": len(launched.source),
+        "cache": None if job.feed.store is None else f"{job.feed.store.gib:.3f} GiB",
+        "collection": job.fingerprint,
+        "init": job.init,
+        "automatic_choice": launched.reasons,
+    }
+
+
 def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | None) -> None:
+    """Raise a UserError if images or settings are not those that a checkpoint was written with."""
     root, run, settings = launched.source.root, launched.run, launched.settings
     if state.fingerprint != launched.source.fingerprint() and not settings.data.allow_changed:
         raise UserError(
             f"{root} does not hold the images that {run.path} was started with; "
             "restore them or set data.allow_changed=true"
         )
-    words = None if now is None or settings.data.allow_changed else launch.replaced(launched, now)
-    if words is not None:
-        raise UserError(f"{words} since {run.path} was started; restore what was there or set data.allow_changed=true")
+    change = None if now is None or settings.data.allow_changed else launch.describe_replaced(launched, now)
+    if change is not None:
+        raise UserError(f"{change} since {run.path} was started; restore what was there or set data.allow_changed=true")
     steps = len(launched.source) // settings.train.batch_size
     if state.steps_per_epoch != steps:
         raise UserError(

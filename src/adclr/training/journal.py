@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, timing.jsonl, the loggers and the progress line."""
+"""The log of a run while it trains: metrics.jsonl, timing.jsonl, voided.jsonl, the loggers and the progress line."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ from adclr.system import distributed
 from adclr.system.progress import Line
 from adclr.system.runs import STOPPED, Run
 from adclr.training import loggers
-from adclr.training.meter import NAMES, Meter, Void
-from adclr.training.plan_text import LONG_SECONDS, long_run
+from adclr.training.meter import LOSS_NAMES, Meter, Void
+from adclr.training.plan_cost import LONG_SECONDS, describe_long_run
 from adclr.training.schedules import Schedules, Values
 from adclr.training.signals import Signals
 
-# Lines of voided.jsonl that are written; each has the keys of a whole batch.
-MOST_LISTED = 1000
+MAX_VOIDED_ROWS = 1000  # of voided.jsonl; each has the keys of a whole batch
 PACE_STEPS = 2  # at least, from which the time of a whole run is estimated
 
 
 class Probe(Protocol):
-    """A look at the teacher between steps."""
+    """Scores the teacher between steps."""
 
-    def due(self, done: int) -> bool: ...
-    def missing(self, start: int) -> bool: ...  # whether a run that begins here must be scored first
-    def __call__(self, signals: Signals) -> dict[str, float]: ...  # nothing if a signal came
-    def warning(self, scores: dict[str, float]) -> str | None: ...  # of what is worth one
+    def due(self, done: int) -> bool:
+        """Return whether the teacher is scored after so many steps."""
+
+    def missing(self, start: int) -> bool:
+        """Return whether a run that starts at this step must be scored first."""
+
+    def __call__(self, signals: Signals) -> dict[str, float]:
+        """Return the scores; none if a signal came."""
+
+    def warning(self, scores: dict[str, float]) -> str | None:
+        """Return a warning about scores, if there is one."""
 
 
 class Journal:
-    """Only the first process writes; all of them meter."""
+    """Meters every step in all processes; only the first one writes."""
 
     def __init__(
         self,
@@ -49,27 +55,27 @@ class Journal:
         run: Run,
         schedules: Schedules,
         meter: Meter,
-        ahead: Ahead[Views],
+        views: Ahead[Views],
         keys: Callable[[int], list[str]],  # of the images of a step
         start: int,
     ) -> None:
-        self.settings, self.run, self.schedules, self.meter, self.ahead = settings, run, schedules, meter, ahead
+        self.settings, self.run, self.schedules, self.meter, self.views = settings, run, schedules, meter, views
         self.keys, self.start = keys, start
         self.main = distributed.is_main()
-        self.writers = loggers.open_loggers(settings, run.path, start) if self.main else []
+        self.loggers = loggers.open_loggers(settings, run.path, start) if self.main else []
         self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
-        self.clock, self.marked, self.text = time.monotonic(), start, ""
-        self.aside: dict[str, float] = {}  # seconds since the last line of timing.jsonl that went into no steps
+        self.logged_at, self.logged_step, self.text = time.monotonic(), start, ""  # of the last line
+        self.other_seconds: dict[str, float] = {}  # not spent on steps, since the last line of timing.jsonl
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
-        self.looks = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
-        self.looked_at: int | None = None  # step of the last look
-        self.finding: str | None = None  # what was last said of it
-        self.condition = ""
-        self.troubled = False  # lines are held back, which was said
-        self.listed = sum(1 for _ in run.rows("voided.jsonl"))
+        self.health_rows = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
+        self.health_step: int | None = None  # of the last of them
+        self.finding: str | None = None  # the last that was printed
+        self.health_text = ""
+        self.warned_of_disk = False  # that lines are held back
+        self.num_voided = sum(1 for _ in run.rows("voided.jsonl"))
         self.on_gpu = meter.sums.is_cuda
-        self.paced: tuple[int, float] | None = None  # step and time since when the pace is measured
-        self.estimated = False
+        self.pace_start: tuple[int, float] | None = None  # step and time since when the pace is measured
+        self.pace_checked = False
 
     def __enter__(self) -> Self:
         self.line.__enter__()
@@ -77,7 +83,7 @@ class Journal:
         self.say(
             f"{train.epochs} epochs, {self.schedules.total_steps} steps of {train.batch_size} images: {self.run.path}"
         )
-        self.clock = time.monotonic()
+        self.logged_at = time.monotonic()
         return self
 
     def __exit__(
@@ -85,119 +91,127 @@ class Journal:
     ) -> None:
         self.line.__exit__(kind, error, trace)
         if kind is None:
-            self._rest()
-        for writer in self.writers:
+            self._log_last_timing()
+        for logger in self.loggers:
             with suppress(OSError):  # a full disk
-                writer.close()
+                logger.close()
 
     def say(self, text: str) -> None:
+        """Print a line above the progress line."""
         self.line.say(text)
 
-    def step(self, done: int, values: Values, losses: Tensor, ok: Tensor, look: Callable[[], dict[str, float]]) -> None:
-        """Takes note of a step; every few this is where the host waits for the device, and `look`s at its health."""
+    def step(
+        self, done: int, values: Values, losses: Tensor, ok: Tensor, measure: Callable[[], dict[str, float]]
+    ) -> None:
+        """Meter a step; every few steps write a line, for which the host waits for the device, and `measure` health."""
         self.meter.add(done, losses, ok)
         line_is_due = done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps
         if line_is_due:
             means, void, last_void = self.meter.read()
-            seconds = time.monotonic() - self.clock
-            speed = (done - self.marked) * self.settings.train.batch_size / seconds
-            self._time(done, seconds, speed)
-            self.clock, self.marked = time.monotonic(), done
+            seconds = time.monotonic() - self.logged_at
+            speed = (done - self.logged_step) * self.settings.train.batch_size / seconds
+            self._log_timing(done, seconds, speed)
+            self.logged_at, self.logged_step = time.monotonic(), done
             schedule = {
                 name: value
                 for name, value in vars(values).items()
                 if value is not None and not name.startswith("freeze")
             }
-            seen = self._health(done, look, means["loss_global"]) if self._look_is_due(done) else {}
-            self.write(done, means | schedule | seen)
-            self.text = f"{_describe(means, speed)}{self.condition}"
-            self._note_void(done, void, last_void)
+            health_row = self._health(done, measure, means["loss_global"]) if self._health_is_due(done) else {}
+            self.write(done, means | schedule | health_row)
+            self.text = f"{_describe(means, speed)}{self.health_text}"
+            self._log_void(done, void, last_void)
         if line_is_due or not self.on_gpu:  # else the host does not know how far the GPU is
-            self._estimate(done)
+            self._check_pace(done)
         self.line.move(done, self.text)
 
-    def _estimate(self, done: int) -> None:
-        """Warns once of a run that takes over a day, by its first steps but the very first, which sets things up."""
-        if self.estimated:
+    def _check_pace(self, done: int) -> None:
+        """Warn once of a run that takes over a day, by its first steps without the very first, which sets things up."""
+        if self.pace_checked:
             return
         now = time.monotonic()
-        if self.paced is None:
-            self.paced = done, now
-        elif done - self.paced[0] >= PACE_STEPS:
-            self.estimated = True
-            left = (now - self.paced[1]) / (done - self.paced[0]) * (self.schedules.total_steps - done)
+        if self.pace_start is None:
+            self.pace_start = done, now
+        elif done - self.pace_start[0] >= PACE_STEPS:
+            self.pace_checked = True
+            left = (now - self.pace_start[1]) / (done - self.pace_start[0]) * (self.schedules.total_steps - done)
             if left > LONG_SECONDS:
-                self.say(f"warning: {long_run(left, self.on_gpu)}")
+                self.say(f"warning: {describe_long_run(left, self.on_gpu)}")
 
     @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
-        """Takes note of how long something other than steps takes; in timing.jsonl as `seconds_NAME`."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure how long something other than steps takes; in timing.jsonl as `seconds_NAME`."""
         started = time.monotonic()
         yield
         name = f"seconds_{name}"
-        self.aside[name] = self.aside.get(name, 0.0) + time.monotonic() - started
+        self.other_seconds[name] = self.other_seconds.get(name, 0.0) + time.monotonic() - started
 
-    def _time(self, done: int, seconds: float, speed: float | None) -> None:
-        """A line of timing.jsonl: all the time since the last one, but for that of probes, and its parts."""
-        waited, self.ahead.seconds_waited = self.ahead.seconds_waited, 0.0
-        aside, self.aside = self.aside, {}
+    def _log_timing(self, done: int, seconds: float, speed: float | None) -> None:
+        """Write a line of timing.jsonl: the time since the last one without that of probes, and its parts."""
+        waited, self.views.seconds_waited = self.views.seconds_waited, 0.0
+        others, self.other_seconds = self.other_seconds, {}
         if self.main:
             row: dict[str, float] = {"step": done, "seconds": seconds, "seconds_waiting_for_images": waited}
-            self.run.append("timing.jsonl", row | ({} if speed is None else {"images_per_second": speed}) | aside)
+            self.run.append("timing.jsonl", row | ({} if speed is None else {"images_per_second": speed}) | others)
 
-    def _rest(self) -> None:
-        """After the last line come the last look, checkpoint and pictures, and the wait until that is on the disk."""
-        done, seconds = max(self.start, self.meter.done), time.monotonic() - self.clock
-        if done == self.marked:  # no steps
-            known = sum(value for name, value in self.aside.items() if name != "seconds_probing")
-            self.aside["seconds_saving"] = self.aside.get("seconds_saving", 0.0) + max(0.0, seconds - known)
-        self._time(done, seconds, None)
+    def _log_last_timing(self) -> None:
+        """Write the time after the last line: health, checkpoint, pictures, and the wait until they are on the disk."""
+        done, seconds = max(self.start, self.meter.done), time.monotonic() - self.logged_at
+        if done == self.logged_step:  # no steps
+            known = sum(value for name, value in self.other_seconds.items() if name != "seconds_probing")
+            self.other_seconds["seconds_saving"] = self.other_seconds.get("seconds_saving", 0.0) + max(
+                0.0, seconds - known
+            )
+        self._log_timing(done, seconds, None)
 
-    def _look_is_due(self, done: int) -> bool:
-        """At the first line, with which later ones are compared, at those next to every so many steps, at the last."""
+    def _health_is_due(self, done: int) -> bool:
+        """Return whether a line has health: the first, to compare others with, every so many steps, the last."""
         every, lines = self.settings.train.health_every_steps, self.settings.train.log_every_steps
         if every is None:
             return False
-        return not self.looks or done // every > (done - lines) // every or done == self.schedules.total_steps
+        return not self.health_rows or done // every > (done - lines) // every or done == self.schedules.total_steps
 
-    def stop(self, done: int, look: Callable[[], dict[str, float]]) -> None:
-        """Writes the last row of a run that was told to stop: that it was, and its health.
+    def stop(self, done: int, measure: Callable[[], dict[str, float]]) -> None:
+        """Write the last row of a run that a signal stops: that it was stopped, and its health.
 
-        The row has no losses: those since the last line go on in the checkpoint. All processes must call it.
+        The row has no losses: those since the last line are in the checkpoint. All processes must call it.
         """
         health_row: dict[str, float | None] = {}
-        if self.settings.train.health_every_steps is not None and self.looked_at != done:
-            health_row = self._health(done, look, None)
+        if self.settings.train.health_every_steps is not None and self.health_step != done:
+            health_row = self._health(done, measure, None)
         if self.main:
             row = {"step": done, "epoch": done / self.schedules.steps_per_epoch, STOPPED: True} | health_row
             self.run.append("metrics.jsonl", row)
 
-    def _health(self, done: int, look: Callable[[], dict[str, float]], loss: float | None) -> dict[str, float | None]:
-        with self.apart("looking"):
-            found = look()
-        self.looks.append(found)
-        self.looked_at = done
-        finding = health.diagnose(self.looks)
-        self.condition = f", kl {found['target_kl']:.2g}, rank {found['rank_cls']:.1f}"
+    def _health(
+        self, done: int, measure: Callable[[], dict[str, float]], loss: float | None
+    ) -> dict[str, float | None]:
+        """Return the health measures of a row, and print a finding that is new."""
+        with self.timed("looking"):
+            measures = measure()
+        self.health_rows.append(measures)
+        self.health_step = done
+        finding = health.diagnose(self.health_rows)
+        self.health_text = f", kl {measures['target_kl']:.2g}, rank {measures['rank_cls']:.1f}"
         if finding is not None:
-            self.condition += f", {finding.name}"
+            self.health_text += f", {finding.name}"
             if finding.name != self.finding:
                 self.say(f"step {done}: {finding.name}: {finding.words}")
         self.finding = None if finding is None else finding.name
         of_uniform = None if loss is None else loss / math.log(self.settings.method.num_prototypes)
-        return found | {"loss_of_log_k": of_uniform}
+        return measures | {"loss_of_log_k": of_uniform}
 
-    def _note_void(self, done: int, void: list[Void], last: int) -> None:
-        """Lists the steps that were void with the keys of their images; ends a run in which nothing else happens."""
+    def _log_void(self, done: int, void: list[Void], last: int) -> None:
+        """List void steps with the keys of their images; raise a UserError after too many in a row."""
         for step, losses in void if self.main else ():
             cause = "a loss" if None in losses else "a gradient"
-            if not self.listed:
+            if not self.num_voided:
                 self.say(f"step {step} was void, for {cause} was not finite; voided.jsonl says of which images")
-            if self.listed < MOST_LISTED:
+            if self.num_voided < MAX_VOIDED_ROWS:
                 row = {"step": step, "epoch": (step - 1) // self.schedules.steps_per_epoch, "cause": cause}
-                row |= {"losses": dict(zip(NAMES, losses, strict=True)), "keys": self.keys(step)}
+                row |= {"losses": dict(zip(LOSS_NAMES, losses, strict=True)), "keys": self.keys(step)}
                 self.run.append("voided.jsonl", row)
-            self.listed += 1
+            self.num_voided += 1
         most = self.settings.train.max_void_steps
         if last >= most or (done == self.schedules.total_steps and last >= done - self.start > 0):
             first = done - last + 1
@@ -208,28 +222,29 @@ class Journal:
             )
 
     def write(self, step: int, row: dict[str, float | None]) -> None:
+        """Append a row to metrics.jsonl and pass it to the loggers."""
         if not self.main:
             return
         self.run.append("metrics.jsonl", {"step": step, "epoch": step / self.schedules.steps_per_epoch} | row)
-        if (self.run.trouble is not None) != self.troubled:
-            self.troubled = not self.troubled
+        if (self.run.trouble is not None) != self.warned_of_disk:
+            self.warned_of_disk = not self.warned_of_disk
             self.say(
                 f"{self.run.path} cannot be written ({self.run.trouble.strerror}); its lines are held back meanwhile"
                 if self.run.trouble
                 else f"{self.run.path} can be written again, and nothing is missing"
             )
         numbers = {name: value for name, value in row.items() if value is not None}
-        for writer in list(self.writers):
+        for logger in list(self.loggers):
             try:
-                writer.log(step, numbers)
-            except Exception as error:  # of whatever kind the package has; no run should end of it
-                self.writers.remove(writer)
-                self.say(f"{type(writer).__name__} gets no more curves, for it failed ({error}); metrics.jsonl has all")
+                logger.log(step, numbers)
+            except Exception as error:  # each package has its own; none should end the run
+                self.loggers.remove(logger)
+                self.say(f"{type(logger).__name__} gets no more curves, for it failed ({error}); metrics.jsonl has all")
 
     def score(self, step: int, probe: Probe, signals: Signals) -> None:
-        """Takes a probe and notes it; its time is not the training's."""
+        """Score the teacher, write and print the scores; the time is not counted as training."""
         started = time.monotonic()
-        with self.apart("probing"):
+        with self.timed("probing"):
             scores = probe(signals)
         if scores:
             self.write(step, dict(scores))
@@ -239,10 +254,11 @@ class Journal:
         warning = probe.warning(scores)
         if warning:
             self.say(f"warning: {warning}")
-        self.clock += time.monotonic() - started
+        self.logged_at += time.monotonic() - started
 
 
 def _describe(means: dict[str, float | None], speed: float) -> str:
-    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in NAMES[:4] if means[name]]
+    """Return losses and speed for the progress line."""
+    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in LOSS_NAMES[:4] if means[name]]
     voided = f", {means['voided_steps']:.0f} steps void" if means["voided_steps"] else ""
     return f"{', '.join(parts)}{voided}, {speed:.0f} images/s"

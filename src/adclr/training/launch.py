@@ -1,4 +1,4 @@
-"""From a command to settings, a collection and a run directory: all that can be refused before torch is imported."""
+"""From a command to settings, images and a run directory: every mistake that can be found before torch is imported."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from adclr.system.machine import num_processes
 from adclr.system.runs import Run
 from adclr.training import loggers
 
-INDEX = "index.npz"  # in a run: what was found when the collection was searched
-MOST_WARNINGS = 5  # damaged shards that are named one by one
+INDEX = "index.npz"  # in a run: the images of the collection, with their paths and labels
+MAX_WARNINGS = 5  # damaged shards that are named one by one
 STAMPS = "stamps.npz"  # in a run: sizes and times of the images when it was last started
-# Settings in epochs that must fit into those of the run, and whether they may fill it.
+# Settings in epochs that must be shorter than the run, and whether they may be as long.
 IN_EPOCHS = {
     "optim.warmup_epochs": False,
     "method.teacher_temperature_warmup_epochs": True,
@@ -35,6 +35,8 @@ IN_EPOCHS = {
 
 @dataclass(frozen=True)
 class Launch:
+    """A run that is ready to start or resume."""
+
     settings: Settings
     source: Source
     run: Run
@@ -48,31 +50,23 @@ def prepare(
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> Launch:
-    """Everything is checked before anything is written."""
+    """Check everything and return the settings, images and directory of a run; nothing is written."""
     run = Run(out)
     check_writable(run.path)
     stored = run.settings()
-    overrides = dict(overrides or {})
-    if "recipe" in overrides:
-        raise UserError(f"a recipe is not a setting; write --recipe {overrides['recipe']}")
-    if data is not None:
-        if {"path", "data.path"} & set(overrides):
-            raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
-        overrides["data.path"] = str(data)
-    if stored is None and run.path.exists() and (not run.path.is_dir() or _foreign(run.path)):
+    overrides = add_images(data, overrides)
+    if stored is None and run.path.exists() and (not run.path.is_dir() or _has_other_files(run.path)):
         raise UserError(f"{run.path} exists and holds no run; choose another --out")
     if stored is not None and not run.begun:
-        stored = None  # it failed before it did anything, and its settings may be why
+        stored = None  # it failed before its first step, and its settings may be why
     if stored is None and resume:
         raise UserError(f"{run.path} holds no run to resume; leave out --resume to start one")
     # names and values first, since that is quick; the collection after
-    named = os.fspath(recipe) if recipe is not None and recipe != "auto" else None
-    base: Mapping[str, Any] = {}
-    if named is not None:
-        base = sections.recipe(named) | {"recipe": named}
-    elif stored is not None:
+    base = recipe_settings(recipe)
+    automatic = not base and stored is None
+    if not base and stored is not None:
         base = stored.model_dump(mode="json")
-    overrides, told = adopted(base, overrides, stored)
+    overrides, reasons = adopt_init(base, overrides, stored)
     if stored is not None:
         overrides = _unscaled(base, overrides, stored) | overrides
     settings = settle(base, overrides)
@@ -83,133 +77,152 @@ def prepare(
     _warn_of_damage(source)
     if stored is None:
         collection.check_apart(run.path, source)
-    reasons = told
-    if named is None and stored is None:
+    if automatic:
         choice = collection.choose_for(source, settings.train.device)
-        reasons = choice.reasons + told
+        reasons = choice.reasons + reasons
         base = choice_settings(choice)
         settings = settle(base, overrides)
     if stored is None:
+        defaults = _with_defaults(base)
         reasons = reasons + [
-            f"{path}={value:g} instead of {_own(base)[path]:g}: in proportion to train.epochs={settings.train.epochs}"
+            f"{path}={value:g} instead of {defaults[path]:g}: in proportion to train.epochs={settings.train.epochs}"
             for path, value in shortened(base, overrides).items()
         ]
     else:
         if stored.train.epochs != settings.train.epochs:
-            raise UserError(_other_epochs(run, stored.train.epochs, settings.train.epochs))
-        found = sections.differences(stored, settings, sections.free_settings(Settings, "resume"))
-        if found:
-            raise UserError(f"{run.path} holds a run with other settings: {found[0]}; choose another --out")
-    check_batch(settings, len(source))
+            raise UserError(_describe_epochs(run, stored.train.epochs, settings.train.epochs))
+        differences = sections.differences(stored, settings, sections.free_settings(Settings, "resume"))
+        if differences:
+            raise UserError(f"{run.path} holds a run with other settings: {differences[0]}; choose another --out")
+    check_batch(settings, len(source), num_processes(), "processes")
     return Launch(settings, source, run, reasons)
 
 
+def add_images(data: str | Path | None, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the user's settings together with the images that were named on their own."""
+    overrides = dict(overrides or {})
+    if "recipe" in overrides:
+        raise UserError(f"a recipe is not a setting; write --recipe {overrides['recipe']}")
+    if data is not None:
+        if {"path", "data.path"} & set(overrides):
+            raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
+        overrides["data.path"] = str(data)
+    return overrides
+
+
+def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
+    """Return the settings of a recipe; none for `auto`, which is chosen by the images."""
+    if recipe is None or recipe == "auto":
+        return {}
+    name = os.fspath(recipe)
+    return sections.recipe(name) | {"recipe": name}
+
+
 def _warn_of_damage(source: Source) -> None:
-    """Says which shards are damaged where that is allowed; in the first process only."""
+    """Print which shards are damaged, where that is allowed; in the first process only."""
     if source.listing is None or os.environ.get("RANK", "0") != "0":
         return
     damaged = [(path, problem) for path, problem in source.listing.problems.items() if path in source.listing.facts]
-    for shard, problem in damaged[:MOST_WARNINGS]:
+    for shard, problem in damaged[:MAX_WARNINGS]:
         print(f"shard {shard} is damaged: {problem}; these are used", file=sys.stderr)
-    if len(damaged) > MOST_WARNINGS:
-        print(f"and {len(damaged) - MOST_WARNINGS} more shards; adclr doctor lists them", file=sys.stderr)
+    if len(damaged) > MAX_WARNINGS:
+        print(f"and {len(damaged) - MAX_WARNINGS} more shards; adclr doctor lists them", file=sys.stderr)
 
 
-def adopted(
+def adopt_init(
     base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the user says, and with it what the weights say that he starts from (`model.init`); and why.
+    """Return the user's settings with those of the weights in `model.init` added, by full name, and the reasons.
 
-    A run that has begun knows what they said, so that it does not need them any more.
+    A run that has begun has the settings of the weights, so that it does not read them again.
     """
-    said = {sections.full_name(Settings, name): value for name, value in sections.flatten(overrides).items()}
-    known = {sections.full_name(Settings, name): value for name, value in sections.flatten(base).items()} | said
-    init = known.get("model.init")
+    overrides = _full_names(overrides)
+    init = (_full_names(base) | overrides).get("model.init")
     if not init:
-        return said, []
+        return overrides, []
     from adclr.training import continued
 
     if stored is None:
-        taken, told = continued.settings_of(os.fspath(init), said)
-        return taken | said, [told]
-    before = sections.flatten(stored.model_dump(mode="json"))
+        settings, reason = continued.adopt_settings(os.fspath(init), overrides)
+        return settings | overrides, [reason]
+    settings = sections.flatten(stored.model_dump(mode="json"))
     paths = ("model.size", *continued.FIXED, *continued.KEPT)
-    return {path: before[path] for path in paths if path not in said} | said, []
+    return {path: settings[path] for path in paths} | overrides, []
 
 
 def choice_settings(choice: auto.Choice) -> dict[str, Any]:
-    """The settings of an automatic choice, in the place of a recipe's."""
+    """Return the settings of an automatic choice, which stand in for those of a recipe."""
     return sections.flatten(sections.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
 
 
-def settle(base: Mapping[str, Any], said: Mapping[str, Any]) -> Settings:
-    """Builds the settings of a recipe with what the user says on top.
+def settle(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+    """Return the settings of a recipe with the user's on top.
 
     Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
     """
-    return sections.build(Settings, base, shortened(base, said), said)
+    return sections.build(Settings, base, shortened(base, overrides), overrides)
 
 
-def shortened(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the settings in epochs that fit into the recipe's epochs and not into the user's, scaled to these.
+def shortened(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, float]:
+    """Return the settings in epochs that fit into the recipe's epochs and not into the user's, scaled to these.
 
-    A recipe that says nothing of its warm-up has the default one, which is scaled to its epochs too.
+    A recipe that does not set its warm-up has the default one, which is scaled to its epochs too.
     """
-    default, own, told = _own({}), _own(base), _named(said)
-    epochs, found = told.get("train.epochs", own["train.epochs"]), {}
+    recipe, overrides = _with_defaults(base), _full_names(overrides)
+    epochs, scaled = overrides.get("train.epochs", recipe["train.epochs"]), {}
     for path, may_fill in IN_EPOCHS.items():
-        length, reference = own[path], own["train.epochs"]
-        if path == "optim.warmup_epochs" and path not in _named(base) and not _fits(length, reference, may_fill):
-            reference = default["train.epochs"]
-        if path not in told and _fits(length, reference, may_fill) and not _fits(length, epochs, may_fill):
-            found[path] = float(f"{length * epochs / reference:.3g}")
-    return found
+        length, reference = recipe[path], recipe["train.epochs"]
+        if path == "optim.warmup_epochs" and path not in _full_names(base) and not _fits(length, reference, may_fill):
+            reference = Settings().train.epochs
+        if path not in overrides and _fits(length, reference, may_fill) and not _fits(length, epochs, may_fill):
+            scaled[path] = float(f"{length * epochs / reference:.3g}")
+    return scaled
 
 
 def _fits(length: Any, epochs: Any, may_fill: bool) -> bool:
-    """Whether so many epochs are a part of the others; what is no number is for others to refuse."""
+    """Return whether a length is within the epochs; values that are not numbers are refused elsewhere."""
     numbers = isinstance(length, int | float) and isinstance(epochs, int | float)
     return not numbers or length < epochs or (may_fill and length == epochs)
 
 
-def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their full names."""
+def _full_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their full names."""
     return {sections.full_name(Settings, name): value for name, value in sections.flatten(values).items()}
 
 
-def _own(base: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a recipe, with the defaults of those that it does not set."""
-    return sections.flatten(Settings().model_dump(mode="json")) | _named(base)
+def _with_defaults(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a recipe, with the defaults of those that it does not set."""
+    return sections.flatten(Settings().model_dump(mode="json")) | _full_names(base)
 
 
-def _unscaled(base: Mapping[str, Any], said: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
-    """Settings in epochs that a run has as its recipe has them: it began before they were scaled."""
-    before = sections.flatten(stored.model_dump(mode="json"))
-    return {path: before[path] for path in shortened(base, said) if before[path] == _own(base)[path]}
+def _unscaled(base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
+    """Return the settings in epochs that a run has unscaled, because it began before they were scaled."""
+    before, recipe = sections.flatten(stored.model_dump(mode="json")), _with_defaults(base)
+    return {path: before[path] for path in shortened(base, overrides) if before[path] == recipe[path]}
 
 
-def _other_epochs(run: Run, before: int, wanted: int) -> str:
-    """A sentence on what to do instead of changing the epochs of a run."""
-    if not run.finished or wanted < before:
+def _describe_epochs(run: Run, before: int, epochs: int) -> str:
+    """Return a sentence on what to do instead of changing the epochs of a run."""
+    if not run.finished or epochs < before:
         return (
-            f"{run.path} is a run of {before} epochs, by which its learning rate falls; leave out epochs={wanted}, or "
+            f"{run.path} is a run of {before} epochs, by which its learning rate falls; leave out epochs={epochs}, or "
             "choose another --out"
         )
     further, file = f"{run.path}-further", run.path / "settings.yaml"
     command = ["adclr", "pretrain", "--out", further, "--recipe", str(file), f"init={run.path}"]
     return (
         f"{run.path} has done its {before} epochs, and its learning rate ends there; train its weights further, from a "
-        f"new warm-up on, by {shlex.join(command)} epochs={wanted - before}"
+        f"new warm-up on, by {shlex.join(command)} epochs={epochs - before}"
     )
 
 
-def _foreign(folder: Path) -> bool:
-    """Whether there is anything but what a start that failed early leaves."""
+def _has_other_files(folder: Path) -> bool:
+    """Return whether there are files other than those that a start that failed early leaves."""
     return any(path.name not in (".lock", "quarantine.jsonl") for path in folder.iterdir())
 
 
 def check_finished(launched: Launch) -> None:
-    """A finished run is not gone on with; that must not look as if other images had been learned from."""
+    """Raise a UserError if the images of a finished run have changed: it would seem to have learned from them."""
     starts = launched.run.starts()
     before = starts[-1].get("collection") if starts and isinstance(starts[-1], dict) else None
     if before is not None and before != launched.source.fingerprint():
@@ -219,16 +232,16 @@ def check_finished(launched: Launch) -> None:
         )
     data = launched.settings.data
     if (launched.run.path / STAMPS).exists() and not data.allow_changed:
-        words = replaced(launched, stamps.take(launched.source, data.check, data.num_workers))
-        if words is not None:
+        change = describe_replaced(launched, stamps.take(launched.source, data.check, data.num_workers))
+        if change is not None:
             raise UserError(
-                f"{launched.run.path} is finished and {words} since; choose another --out, or set "
+                f"{launched.run.path} is finished and {change} since; choose another --out, or set "
                 "data.allow_changed=true"
             )
 
 
-def replaced(launched: Launch, now: Stamps) -> str | None:
-    """Returns, in words, how many images were replaced since a run was last started, and one of them; None if none."""
+def describe_replaced(launched: Launch, now: Stamps) -> str | None:
+    """Return a clause on the images that were replaced since a run was last started; None if none were."""
     source = launched.source
     before = stamps.load(launched.run.path / STAMPS, source.keys)
     if before is None:  # a run of version 0.1
@@ -242,19 +255,22 @@ def replaced(launched: Launch, now: Stamps) -> str | None:
     return f"{len(indices)} images of {source.root} were replaced, such as {first},"
 
 
-def check_batch(settings: Settings, num_images: int) -> None:
-    batch, world = settings.train.batch_size, num_processes()
+def check_batch(settings: Settings, num_images: int, num_processes: int, unit: str) -> None:
+    """Raise a UserError if a batch is larger than the collection or does not divide over processes or GPUs (`unit`)."""
+    batch, path = settings.train.batch_size, settings.data.path
     if num_images < batch:
+        size = f"{path} holds {num_images} images, fewer" if path else f"{num_images} images are fewer"
         raise UserError(
-            f"{settings.data.path} holds {num_images} images, fewer than train.batch_size={batch}; "
-            f"set train.batch_size={2 ** (num_images.bit_length() - 1)} or less"
+            f"{size} than train.batch_size={batch}; set train.batch_size={2 ** (num_images.bit_length() - 1)} or less"
         )
-    if batch % world:
+    if batch % num_processes:
         raise UserError(
-            f"train.batch_size={batch} does not divide over {world} processes; choose a multiple of {world}"
+            f"train.batch_size={batch} does not divide over {num_processes} {unit}; choose a multiple of "
+            f"{num_processes}"
         )
-    micro = settings.train.micro_batch_size
-    if micro and (batch // world) % micro:
+    local_batch, micro_batch = batch // num_processes, settings.train.micro_batch_size
+    if micro_batch and local_batch % micro_batch:
         raise UserError(
-            f"train.micro_batch_size={micro} does not divide the {batch // world} images of each of {world} processes"
+            f"train.micro_batch_size={micro_batch} does not divide the {local_batch} images of each of "
+            f"{num_processes} {unit}"
         )

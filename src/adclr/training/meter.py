@@ -1,4 +1,4 @@
-"""Losses and bad steps since the last line of metrics.jsonl, kept on the device so that the host need not wait."""
+"""Losses and void steps since the last line of metrics.jsonl, summed on the device so that the host does not wait."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from torch import Tensor
 from adclr.system import distributed
 
 # the order of `method.Losses`
-NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
-
-
+LOSS_NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
 Step = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True)]
 Loss = Number | None
 
 
-class Remembered(BaseModel, extra="forbid"):
-    """What a checkpoint holds of a meter; `decoder` makes it."""
+class _State(BaseModel, extra="forbid"):
+    """The state of a meter in a checkpoint, as `Meter.decoder` returns it."""
 
-    sums: Annotated[list[Number], Field(min_length=len(NAMES) + 2, max_length=len(NAMES) + 2)]
-    void: list[tuple[Step, Loss, Loss, Loss, Loss, Loss]]  # by `NAMES`
-    last_void: Annotated[int, Field(strict=True, ge=0)] = 0  # which checkpoints had not at first
+    sums: Annotated[list[Number], Field(min_length=len(LOSS_NAMES) + 2, max_length=len(LOSS_NAMES) + 2)]
+    void: list[tuple[Step, Loss, Loss, Loss, Loss, Loss]]  # by `LOSS_NAMES`
+    last_void: Annotated[int, Field(strict=True, ge=0)] = 0  # missing in the first checkpoints of 0.1
 
 
-def checked(remembered: dict[str, Any]) -> dict[str, Any]:
-    """The same, or pydantic's error."""
-    Remembered.model_validate(remembered)
-    return remembered
+def check_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a meter's state as it is; raise pydantic's error if it is not one."""
+    _State.model_validate(state)
+    return state
 
 
 class Void(NamedTuple):
-    """A step that was done without effect, since its loss or a gradient was not finite."""
+    """A step without effect, because its loss or a gradient was not finite."""
 
-    step: int  # how many had been done with it
-    losses: list[float | None]  # by `NAMES`; None is not finite, and if none is None it was a gradient
+    step: int  # counted from 1
+    losses: list[float | None]  # by `LOSS_NAMES`, None where not finite; if none is None, a gradient was not finite
 
 
 class Reading(NamedTuple):
-    means: dict[str, float | None]  # over good steps and processes, None if there was none; and how many were void
+    """The content of a meter since it was last read."""
+
+    means: dict[str, float | None]  # over good steps and processes, None if there were none; and `voided_steps`
     void: list[Void]
     last_void: int  # steps in a row, up to the last one
 
@@ -52,16 +52,16 @@ class Meter:
     """`meter.add(done, losses, ok)` after every step; `meter.read()` after at most `every` of them."""
 
     def __init__(self, device: torch.device, every: int) -> None:
-        self.sums = torch.zeros(len(NAMES) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
-        self.rows = torch.zeros(
-            every, len(NAMES) + 1, device=device
-        )  # the losses of each step, and whether it was good
+        self.sums = torch.zeros(len(LOSS_NAMES) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
+        # the losses of each step, and whether it was good
+        self.rows = torch.zeros(every, len(LOSS_NAMES) + 1, device=device)
         self.count = 0  # rows in use
         self.done = 0  # steps
-        self.void: list[Void] = []  # those before the first row, of a run that was resumed
+        self.void: list[Void] = []  # before the first row, of a resumed run
         self.last_void = 0
 
     def add(self, done: int, losses: Tensor, ok: Tensor) -> None:
+        """Add the losses of a step, and whether it was good."""
         row = torch.cat([losses.double(), losses.new_ones(1, dtype=torch.float64)])
         self.sums[:-1] += torch.where(ok, row, 0.0)
         self.sums[-1] += (~ok).double()
@@ -69,56 +69,59 @@ class Meter:
         self.count, self.done = self.count + 1, done
 
     def total(self) -> Tensor:
-        """All numbers, summed over the processes, all of which must ask; on the device."""
+        """Return all numbers summed over the processes, on the device; all processes must call it."""
         return distributed.sum_(torch.cat([self.sums, self.rows[: self.count].flatten().double()]))
 
     def decoder(self) -> Callable[[Tensor], dict[str, Any]]:
-        """What makes of `total`, once it is on the host, what a checkpoint remembers; the meter may go on meanwhile."""
-        done, before, world, in_a_row = self.done, list(self.void), distributed.world_size(), self.last_void
+        """Return a function that makes a checkpoint's state of `total`; the meter may change before it is called."""
+        done, before, world_size, last_void = self.done, list(self.void), distributed.world_size(), self.last_void
 
         def decode(total: Tensor) -> dict[str, Any]:
-            numbers: list[float] = (total / world).tolist()
-            rows = _rows(numbers[len(NAMES) + 2 :])
+            numbers: list[float] = (total / world_size).tolist()
+            rows = _rows(numbers[len(LOSS_NAMES) + 2 :])
             void = [*before, *_void(rows, done)]
             return {
-                "sums": numbers[: len(NAMES) + 2],
+                "sums": numbers[: len(LOSS_NAMES) + 2],
                 "void": [[v.step, *v.losses] for v in void],
-                "last_void": _in_a_row(in_a_row, rows),
+                "last_void": _count_last_void(last_void, rows),
             }
 
         return decode
 
-    def restore(self, remembered: dict[str, Any]) -> None:
-        """Goes on where a checkpoint stands."""
-        self.sums.copy_(torch.tensor(remembered["sums"], dtype=torch.float64))
-        self.void = [Void(int(row[0]), list(row[1:])) for row in remembered["void"]]
-        self.last_void = remembered.get("last_void", 0)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the state in a checkpoint."""
+        self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
+        self.void = [Void(int(row[0]), list(row[1:])) for row in state["void"]]
+        self.last_void = state.get("last_void", 0)
 
     def read(self) -> Reading:
-        """All since the last reading, which waits for the device; then it starts anew."""
+        """Return everything since the last call and reset; waits for the device."""
         numbers: list[float] = (self.total() / distributed.world_size()).tolist()
-        *sums, good, voided = numbers[: len(NAMES) + 2]
-        rows = _rows(numbers[len(NAMES) + 2 :])
+        *sums, good, voided = numbers[: len(LOSS_NAMES) + 2]
+        rows = _rows(numbers[len(LOSS_NAMES) + 2 :])
         void = [*self.void, *_void(rows, self.done)]
-        self.last_void = _in_a_row(self.last_void, rows)
-        means = {name: value / good if good else None for name, value in zip(NAMES, sums, strict=True)}
+        self.last_void = _count_last_void(self.last_void, rows)
+        means = {name: value / good if good else None for name, value in zip(LOSS_NAMES, sums, strict=True)}
         self.sums.zero_()
         self.count, self.void = 0, []
         return Reading(means | {"voided_steps": voided}, void, self.last_void)
 
 
 def _rows(numbers: list[float]) -> list[list[float]]:
-    width = len(NAMES) + 1
+    """Split numbers into one row per step."""
+    width = len(LOSS_NAMES) + 1
     return [numbers[i : i + width] for i in range(0, len(numbers), width)]
 
 
-def _in_a_row(before: int, rows: list[list[float]]) -> int:
+def _count_last_void(count: int, rows: list[list[float]]) -> int:
+    """Return the number of void steps in a row up to the last one, from the number before these rows."""
     for row in rows:
-        before = 0 if row[-1] else before + 1
-    return before
+        count = 0 if row[-1] else count + 1
+    return count
 
 
 def _void(rows: list[list[float]], done: int) -> list[Void]:
+    """Return the void steps among the last rows of `done` steps."""
     first = done - len(rows) + 1
     return [
         Void(step, [value if math.isfinite(value) else None for value in row[:-1]])

@@ -1,4 +1,4 @@
-"""How many images fit into memory at once: the micro-batch. Measured on a GPU, by a stated model on a CPU."""
+"""The micro-batch, how many images fit into memory at once: measured on a GPU, estimated by a formula on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_SHARE = 0.5
 SMALLER = "choose a smaller model.size, views.num_local or method.num_prototypes"
 
 
-def fitted(
+def fit_micro_batch(
     method: ADCLR,
     settings: Settings,
     local_batch: int,
@@ -26,39 +26,42 @@ def fitted(
     dtype: torch.dtype | None,
     at_most: int | None = None,
 ) -> int:
-    """The largest divisor of this process's batch that fits."""
+    """Return the largest divisor of this process's batch that fits into memory."""
     if device.type == "cuda":
-        fixed, each = measure(method, settings, device, dtype)
-        room = GPU_SHARE * available(device) - fixed
+        fixed_bytes, image_bytes = measure_memory(method, settings, device, dtype)
+        free_bytes = GPU_SHARE * available(device) - fixed_bytes
     else:
-        each = estimate(settings)
-        room = CPU_SHARE * host_memory() / distributed.local_world_size()
-    return largest(local_batch, each, room, at_most)
+        image_bytes = estimate_image_bytes(settings)
+        free_bytes = CPU_SHARE * host_memory() / distributed.local_world_size()
+    return largest_divisor(local_batch, image_bytes, free_bytes, at_most)
 
 
-def largest(local_batch: int, each: float, room: float, at_most: int | None = None) -> int:
-    """The largest divisor of a batch that fits into `room` bytes at `each` for every image."""
+def largest_divisor(local_batch: int, image_bytes: float, free_bytes: float, at_most: int | None = None) -> int:
+    """Return the largest divisor of a batch that fits into `free_bytes`."""
     most = min(local_batch, at_most or local_batch)
-    sizes = [n for n in range(1, most + 1) if local_batch % n == 0 and n * each <= room]
+    sizes = [n for n in range(1, most + 1) if local_batch % n == 0 and n * image_bytes <= free_bytes]
     if not sizes:
         raise UserError(
-            f"not even one image fits: it needs {each / GIB:.2f} GiB and {max(0.0, room) / GIB:.2f} are free; {SMALLER}"
+            f"not even one image fits: it needs {image_bytes / GIB:.2f} GiB and {max(0.0, free_bytes) / GIB:.2f} are "
+            f"free; {SMALLER}"
         )
     return sizes[-1]
 
 
-def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None) -> tuple[float, float]:
-    """(bytes whatever the batch, bytes for each image), from steps of 2 and 6 images; leaves the method as it was.
+def measure_memory(
+    method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None
+) -> tuple[float, float]:
+    """Return the bytes whatever the batch and the bytes for each image, from forward and backward of 2 and 6 images.
 
-    Blocks run uncompiled: compiling them for these sizes would take longer than all else. Compiled they need less.
+    Leaves weights, gradients and centers as they were. Blocks run uncompiled: compiling them for these sizes would take
+    longer than all else. Compiled they need less.
     """
     for backbone in (method.student.backbone, method.teacher.backbone):
         backbone.plain_blocks()
     if settings.train.checkpoint_activations:
         method.student.backbone.checkpoint_blocks()
-    peaks = {}
-    fits = True
-    for count in (2, 2, 6):  # the first also pays for what is set up once
+    peaks, fits = {}, True
+    for count in (2, 2, 6):  # the first also allocates what is allocated once
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -74,13 +77,13 @@ def measure(method: ADCLR, settings: Settings, device: torch.device, dtype: torc
     if not fits:
         raise UserError(f"not even {count} images fit into {available(device) / GIB:.1f} GiB; {SMALLER}")
     method.forget()
-    each = (peaks[6] - peaks[2]) / 4
+    image_bytes = (peaks[6] - peaks[2]) / 4
     moments = 8 * sum(p.numel() for p in method.student.parameters() if p.requires_grad)
-    return peaks[2] - 2 * each + moments, each
+    return peaks[2] - 2 * image_bytes + moments, image_bytes
 
 
-def estimate(settings: Settings) -> float:
-    """Bytes for each image in float32: about 24 widths a token and block kept for backward, 4 times the logits.
+def estimate_image_bytes(settings: Settings) -> float:
+    """Return the bytes for each image in float32: about 24 widths a token and block for backward, 4 times the logits.
 
     The peak of resident memory grew by 0.78 to 0.88 of this for each image (steps of 4 and 12 images; adclr_small with
     ViT-T and ViT-S, adclr_mim_small with ViT-T, adclr_vits16 with 8192 prototypes).
@@ -100,7 +103,7 @@ def estimate(settings: Settings) -> float:
 
 
 def random_views(settings: Settings, count: int, device: torch.device, hidden: int | None = None) -> Views:
-    """Views of noise, as many and as large as real ones; `hidden` patches of each masked, as many as may be if None."""
+    """Return views of noise in the number and size of real ones; `hidden` patches of each masked, None: the most."""
     views, patch, channels = settings.views, settings.model.patch_size, settings.model.num_channels
 
     def noise(*shape: int) -> torch.Tensor:

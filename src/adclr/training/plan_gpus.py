@@ -1,4 +1,4 @@
-"""GPUs that are not here: memory and peak of those a plan may be for. Knows nothing of torch."""
+"""Memory and peak speed of GPUs that a plan may be for, without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 from adclr.config.sections import UserError
 
+ASSUMED_SIDE = 256  # pixels of images of which only the number is known
+
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU that need not be present."""
+
     name: str
-    gib: float  # of the H200 as torch reports it; of the others what is sold, less a few per cent, not looked at
-    tflops: float  # peak of dense bfloat16 with float32 sums, from the maker's data sheets
+    gib: float  # of the H200 as torch reports it; of the others the nominal size less a few percent, not measured
+    tflops: float  # peak of dense bfloat16 with float32 sums, from the data sheets
 
 
 GPUS = {
@@ -33,7 +37,7 @@ GPUS = {
 
 
 def find(name: str | None, gib: float | None, tflops: float | None) -> Gpu | None:
-    """The GPU that options describe: one of the table, its numbers replaced where they are given; None for none."""
+    """Return the GPU that options describe: one of the table, with numbers replaced by those given; None for none."""
     if name is None:
         if gib is None and tflops is None:
             return None
@@ -41,14 +45,14 @@ def find(name: str | None, gib: float | None, tflops: float | None) -> Gpu | Non
             raise UserError("a GPU needs both --gpu-memory (GiB) and --gpu-tflops, or a name: --gpu h200")
         return Gpu("a GPU", gib, tflops)
     word = re.sub(r"nvidia|geforce|[\s_-]", "", name.lower())
-    found = [key for key in GPUS if key.replace("-", "") == word]
-    if not found and word:
-        found = [key for key in GPUS if key.startswith(f"{word}-")]
-    if len(found) > 1:
-        raise UserError(f"--gpu {name} could be {' or '.join(found)}; write one of them")
-    if not found:
+    matches = [key for key in GPUS if key.replace("-", "") == word]
+    if not matches and word:
+        matches = [key for key in GPUS if key.startswith(f"{word}-")]
+    if len(matches) > 1:
+        raise UserError(f"--gpu {name} could be {' or '.join(matches)}; write one of them")
+    if not matches:
         near = difflib.get_close_matches(word, GPUS, n=1, cutoff=0.7)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(GPUS)};"
         raise UserError(f"unknown GPU '{name}'; {hint} --gpu-memory and --gpu-tflops describe any other")
-    known = GPUS[found[0]]
+    known = GPUS[matches[0]]
     return Gpu(known.name, gib or known.gib, tflops or known.tflops)

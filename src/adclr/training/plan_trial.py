@@ -1,9 +1,9 @@
-"""Times what a training run does, for a plan: steps, as training takes them, and on a CPU the views they take.
+"""Measurements for a plan: steps as training takes them, decoding, and on a CPU the rendering of views.
 
-Everything is done before it is timed: the first time pays for threads, memory and what is compiled, as a run does once.
+Everything runs once before it is timed: the first time includes starting threads, allocating memory and compiling.
 
-On a CPU other processes may use the cores while a plan is made, and not while the run goes on. So a time is that of
-free cores: Linux counts how long threads that could run had to wait for one, and that is left out. Before, one run was
+On a CPU other processes may use the cores while a plan is measured, and not while the run trains. So times are those of
+free cores: Linux counts how long runnable threads waited for a core, and that is subtracted. Without this, one run was
 planned for 18.8 hours on a quiet machine and for 23.4 days on a busy one.
 """
 
@@ -11,77 +11,102 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data import augment
-from adclr.data.decode import Pixels
+from adclr.data import augment, cache
+from adclr.data.decode import Pixels, Unreadable
+from adclr.data.feed import Feed
+from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
+from adclr.data.sources import Source
 from adclr.data.views import plan
 from adclr.model.method import ADCLR
-from adclr.training import plan_cost, schedules, speed
+from adclr.system import devices, machine
+from adclr.system.threads import Workers
+from adclr.training import plan_cost, schedules
+from adclr.training.job import compile_method
+from adclr.training.job import decoder as make_decoder
 from adclr.training.micro_batch import random_views
-from adclr.training.step import Step, seconds
+from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
+from adclr.training.step import Step, time_calls
 
-GPU_WARM, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
+GPU_WARMUP, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
 # On a CPU the median of 3 steps of the whole batch, or of as many images as take about 3 seconds: 2 of a model that
 # takes seconds for each. With 2 images the update, whose time does not depend on them, would count 32 times as much as
 # in batches of 64.
-CPU_STEPS, CPU_STEP_SECONDS, CPU_FEWEST, CPU_MOST = 3, 3.0, 2, 64
+CPU_STEPS, CPU_STEP_SECONDS, CPU_MIN_IMAGES, CPU_MAX_IMAGES = 3, 3.0, 2, 64
 VIEW_SECONDS = 1.0
+DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most
+NUM_VIEWED = 8  # images whose views are timed
 TASKS = Path("/proc/self/task")  # of each thread: nanoseconds that it ran, and that it waited for a core
 
 
-class Timed(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
+    """Estimates for the whole collection from a few of its images."""
+
+    bytes: float  # decoded
+    cache: Literal["ram", "gpu"] | None  # where data.cache keeps them
+    images_per_second: float  # read and decoded, by all threads and the GPU where it decodes
+    threads: int
+    images: list[Pixels]  # some of them
+
+
+class StepTime(NamedTuple):
+    """The speed of steps and the batch it was measured with."""
+
     images_per_second: float
     accumulate: int  # micro-batches of the step
     micro_batch: int  # images of each
-    slowdown: float = 1.0  # beside what else runs here
+    slowdown: float = 1.0  # by other processes on this machine
 
 
 def cpu_seconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Medians of the time that work takes on free cores, and of the time it took."""
+    """Return the median of the time that work takes on free cores, and of the time it took."""
     free, taken = [], []
     for _ in range(repeats):
-        started, used, waited = time.perf_counter(), time.process_time(), _waited()
+        started, used, waited = time.perf_counter(), time.process_time(), _seconds_waited()
         work()
         taken.append(time.perf_counter() - started)
-        used, waited = time.process_time() - used, _waited() - waited
+        used, waited = time.process_time() - used, _seconds_waited() - waited
         # waits of several threads overlap, so that the difference can be too small, but not this small
         free.append(max(taken[-1] - waited, used / torch.get_num_threads()) if waited else taken[-1])
     return statistics.median(free), statistics.median(taken)
 
 
-def _waited() -> float:
-    """Seconds that the threads of this process have waited for a core; 0 where the system does not count them."""
+def _seconds_waited() -> float:
+    """Return how long the threads of this process have waited for a core; 0 where the system does not count it."""
     try:
         return sum(int((task / "schedstat").read_text().split()[1]) for task in TASKS.iterdir()) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
 
-class Steps:
-    """Steps of one method on views of noise."""
+class _StepMaker:
+    """Makes steps of one method on views of noise."""
 
     def __init__(
         self, method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
     ) -> None:
         self.method, self.settings, self.device, self.dtype = method, settings, device, dtype
-        self.record = speed.ready(speed.prepare(method, settings, device, dtype, micro_batch))
+        compile_method(method, settings, device, dtype, micro_batch)
         self.optimizer = schedules.make_optimizer(method.student, settings)
         self.values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
 
-    def ready(self, accumulate: int, micro_batch: int, record: bool, warm: int) -> Callable[[], object]:
-        """A step that can be taken again and again, and was taken `warm` times."""
+    def make(self, accumulate: int, micro_batch: int, record: bool, warmup: int) -> Callable[[], object]:
+        """Return a function that takes a step, after `warmup` steps."""
         hidden = round(plan_cost.hidden_patches(self.settings))
         views = [random_views(self.settings, micro_batch, self.device, hidden)] * accumulate
         step = Step(self.settings, self.method, self.optimizer, self.device, self.dtype, accumulate, record)
-        for _ in range(warm):
+        for _ in range(warmup):
             step(views, self.values)
         return lambda: step(views, self.values)
 
@@ -94,30 +119,35 @@ def time_steps(
     local_batch: int,
     micro_batch: int,
     num_gpus: int,
-) -> Timed:
-    """Times steps of `local_batch` images in micro-batches; on a CPU of fewer images where they take too long."""
+) -> StepTime:
+    """Time steps of `local_batch` images in micro-batches; on a CPU of fewer images where they take too long."""
     if device.type == "cuda":
-        steps, accumulate = Steps(method, settings, device, dtype, micro_batch), local_batch // micro_batch
-        step = steps.ready(accumulate, micro_batch, steps.record and num_gpus == 1, GPU_WARM)
-        spent = statistics.median(seconds(step, device, GPU_STEPS, GPU_REPEATS))
-        return Timed(local_batch / spent, accumulate, micro_batch)
+        steps, accumulate = _StepMaker(method, settings, device, dtype, micro_batch), local_batch // micro_batch
+        step = steps.make(accumulate, micro_batch, num_gpus == 1, GPU_WARMUP)
+        spent = statistics.median(time_calls(step, device, GPU_STEPS, GPU_REPEATS))
+        return StepTime(local_batch / spent, accumulate, micro_batch)
 
-    def divided(images: int) -> tuple[int, int]:
-        """(micro-batches, images of each)"""
+    def split(images: int) -> tuple[int, int]:
+        """Return the number of micro-batches, and the images of each."""
         return max(1, images // micro_batch), min(micro_batch, images)
 
-    few = min(local_batch, CPU_FEWEST)
-    steps = Steps(method, settings, device, dtype, divided(few)[1])
-    _, spent = cpu_seconds(steps.ready(*divided(few), False, warm=1), 1)
-    images = max(few, min(local_batch, CPU_MOST, int(CPU_STEP_SECONDS * few / spent)))
-    accumulate, micro = divided(images)
-    free, spent = cpu_seconds(steps.ready(accumulate, micro, False, warm=1), CPU_STEPS)
-    return Timed(accumulate * micro / free, accumulate, micro, spent / free)
+    few = min(local_batch, CPU_MIN_IMAGES)
+    steps = _StepMaker(method, settings, device, dtype, split(few)[1])
+    _, spent = cpu_seconds(steps.make(*split(few), False, warmup=1), 1)
+    images = max(few, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * few / spent)))
+    accumulate, micro = split(images)
+    free, spent = cpu_seconds(steps.make(accumulate, micro, False, warmup=1), CPU_STEPS)
+    return StepTime(accumulate * micro / free, accumulate, micro, spent / free)
 
 
-def time_views(settings: Settings, images: Sequence[Pixels]) -> float:
-    """Times the views of decoded images on a CPU; images/s."""
-    packed, keys = pack(list(images)), np.arange(len(images), dtype=np.uint64)
+def time_views(settings: Settings, sample: Sample | None) -> float:
+    """Return the images/s of rendering views on a CPU; of noise where there are no images."""
+    if sample is not None:
+        images = sample.images
+    else:
+        side, channels = min(ASSUMED_SIDE, settings.data.max_side or ASSUMED_SIDE), settings.model.num_channels
+        images = list(np.random.default_rng(0).integers(0, 256, (NUM_VIEWED, channels, side, side), np.uint8))
+    packed, keys = pack(images), np.arange(len(images), dtype=np.uint64)
     mean, std = settings.data.mean, settings.data.std
 
     def render(epoch: int) -> None:
@@ -127,3 +157,38 @@ def time_views(settings: Settings, images: Sequence[Pixels]) -> float:
     _, once = cpu_seconds(lambda: render(1), 1)
     free, _ = cpu_seconds(lambda: render(2), max(1, min(50, int(VIEW_SECONDS / once))))
     return len(images) / free
+
+
+def sample_images(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
+    """Decode a few images to estimate the size of all, and time decoding as training does it."""
+    decoder, workers = make_decoder(settings), settings.data.num_workers
+    threads = max(1, machine.cpu_share() if workers is None else workers)
+    images: list[Pixels] = []
+
+    def read(index: int) -> Pixels | None:
+        try:
+            pixels = decoder(source.read(index))
+        except (Unreadable, OSError):
+            return None
+        if len(images) < NUM_VIEWED:
+            images.append(pixels)
+        return pixels
+
+    with Workers(threads, "plan") as pool:
+        size = cache.guess(read, len(source), pool)
+    if not size:
+        raise UserError(f"none of the images of {source.root} that were tried can be read; are they images?")
+    if gpu is not None:
+        free = gpu.gib * machine.GIB
+    else:
+        device = devices.choose(settings.train.device)
+        free = machine.available(device) if device.type == "cuda" else 0.0
+    if gpu is None and GpuDecoder.suits(device):
+        rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
+    else:
+        rate = Feed(source, threads, decoder).rate(DECODE_BATCH, DECODE_BATCHES, DECODE_SECONDS)
+    mode = settings.data.cache
+    if mode == "gpu" and not free:
+        raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
+    kept = None if mode == "off" else cache.place(mode, size, cache.Room(machine.host_memory(), free))
+    return Sample(size, kept, rate, threads, images)

@@ -1,78 +1,65 @@
-"""What a run will need before it is started: memory, time and disk, and the batch that fits.
+"""The plan of a run before it is started: its memory, time and disk space, and the batch that fits.
 
-Measured where the run would go: the micro-batch is fitted and a few real steps are timed, on views of noise. For a
-GPU that is not here a model answers: the memory of `cost.gpu_memory`, and the time of `stated_seconds`. Probes are not
-in either. A GPU makes views beside its steps, so that of the data path only decoding is looked at. On a CPU steps,
-views and decoding take turns on the same cores, so that the time of an image is the sum of theirs.
+On the present machine the micro-batch is fitted and a few real steps are timed, on views of noise. For a GPU that is
+not present both are estimated: memory by `plan_cost.gpu_memory`, time by `estimate_step_seconds`. Neither includes
+probes. A GPU makes views in parallel with its steps, so of the data path only decoding counts. On a CPU steps, views
+and decoding share the same cores, so the time of an image is the sum of theirs.
 """
 
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from adclr.config import auto, sections
+from adclr.config import auto
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
-from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
+from adclr.system.progress import duration
 from adclr.system.runs import provenance
 from adclr.system.text import format_size, printable_lines
-from adclr.system.threads import Workers
 from adclr.training import launch, plan_cost
-from adclr.training.plan_gpus import Gpu
-from adclr.training.plan_text import LONG_SECONDS, describe, long_run
+from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
+
+if TYPE_CHECKING:
+    from adclr.training.plan_trial import Sample
 
 # The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
-# else with the width: the time is that of the arithmetic at the maker's peak, times BEST + PER_WIDTH / width. Then the
-# update and whatever else does not depend on the batch: ViT-S and ViT-B have the same, from two batch sizes each.
+# else with the width: the time is that of the arithmetic at peak speed, times BEST + PER_WIDTH / width. Then the update
+# and whatever else does not depend on the batch: ViT-S and ViT-B have the same, from two batch sizes each.
 BEST, PER_WIDTH = 1.5, 543.0
 UPDATE_SECONDS = 0.0063
 UNCOMPILED = 1.013  # times as long
 # A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
 LAUNCH_SECONDS = 0.0068
 GB = 1e9
-ASSUMED_SIDE = 256  # pixels of images of which only the number is known
+COLUMNS = 110  # of the printed plan
 NAME_BYTES = 64  # of the index, for each of such images
-DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most
-VIEWED = 8  # images whose views are timed
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do."""
+    """Memory and speed of one device."""
 
-    basis: str  # where the numbers are from, in words
+    basis: str  # where the numbers come from, in words
     measured: bool
     on_gpu: bool
     gib: float
-    room: float  # bytes for images, when all that does not depend on the batch is there
-    fixed: float  # bytes
-    each: float  # bytes for each image
+    free_bytes: float  # for images, beside what does not depend on the batch
+    fixed_bytes: float
+    image_bytes: float  # for each image
     micro_batch: int
     images_per_second: float
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What a few images of the collection say of all."""
-
-    bytes: float  # decoded
-    place: Literal["ram", "gpu"] | None  # where data.cache keeps them
-    images_per_second: float  # read and decoded, by all threads and the GPU where it decodes
-    threads: int
-    images: list[Pixels]  # some of them
 
 
 def run(
@@ -80,13 +67,13 @@ def run(
     images: int | None = None,
     recipe: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    gpu: Gpu | None = None,  # one that is not here; None: measured on what is
+    gpu: Gpu | None = None,  # one that is not present; None: measured on the present device
     num_gpus: int = 1,
     out: Path | None = None,
     file: Path | None = None,
     overwrite: bool = False,  # a file that is no plan
 ) -> dict[str, Any]:
-    """Prints the plan, writes it as JSON to `file`, returns it."""
+    """Print the plan of a run, write it as JSON to `file`, and return it."""
     if machine.num_processes() > 1:
         raise UserError("a plan is made by one process; leave out torchrun and say --gpus")
     for path in (out, file):
@@ -94,15 +81,21 @@ def run(
             check_writable(path)
     if file is not None:
         outputs.check("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
-    settings, source, reasons = _settle(data, images, recipe, dict(overrides or {}), gpu, out)
+    settings, source, reasons = _settle(data, images, recipe, overrides, gpu, out)
     count = len(source) if source is not None else images or 0
-    local = _local_batch(settings, count, num_gpus)
+    launch.check_batch(settings, count, num_gpus, "GPUs")
+    local = settings.train.batch_size // num_gpus
     if gpu is None and num_gpus > 1 and machine.gpu_bytes(settings.train.device) is None:
         raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
-    sample = _sample(source, settings, gpu) if source is not None else None
-    filled = sample.bytes if sample and sample.place == "gpu" else 0.0
-    device = _stated(settings, local, num_gpus, gpu, filled) if gpu else _measured(settings, local, num_gpus, filled)
-    views = None if device.on_gpu else _views_per_second(settings, sample)
+    from adclr.training import plan_trial  # and torch, after all mistakes that need none
+
+    sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
+    cached = sample.bytes if sample and sample.cache == "gpu" else 0.0
+    if gpu:
+        device = _estimate_device(settings, local, num_gpus, gpu, cached)
+    else:
+        device = _measure_device(settings, local, num_gpus, cached)
+    views = None if device.on_gpu else plan_trial.time_views(settings, sample)
     plan = _report(settings, source, count, num_gpus, device, sample, views, out)
     print(printable_lines("\n".join([*reasons, *describe(plan)])))
     if file is not None:
@@ -116,20 +109,14 @@ def _settle(
     data: str | None,
     images: int | None,
     recipe: str | None,
-    overrides: dict[str, Any],
+    overrides: Mapping[str, Any] | None,
     gpu: Gpu | None,
     out: Path | None,
 ) -> tuple[Settings, Source | None, list[str]]:
-    """Settings and collection as `adclr pretrain` would have them, and the reasons of an automatic choice."""
-    if "recipe" in overrides:
-        raise UserError(f"a recipe is not a setting; write --recipe {overrides['recipe']}")
-    if data is not None:
-        if {"path", "data.path"} & set(overrides):
-            raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
-        overrides["data.path"] = data
-    named = recipe if recipe != "auto" else None
-    base = sections.recipe(named) | {"recipe": named} if named else {}
-    overrides, adopted = launch.adopted(base, overrides)
+    """Return settings and images as `adclr pretrain` would have them, and the reasons of an automatic choice."""
+    overrides = launch.add_images(data, overrides)
+    base = launch.recipe_settings(recipe)
+    overrides, reasons = launch.adopt_init(base, overrides)
     settings = launch.settle(base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
@@ -140,152 +127,84 @@ def _settle(
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
     index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
     source = open_source(path, index, allowed) if path else None
-    if named is not None:
-        return settings, source, adopted
+    if base:
+        return settings, source, reasons
     memory = int(gpu.gib * GIB) if gpu else machine.gpu_bytes(settings.train.device)
-    told = []
     if source is None:
-        told = [f"the images are taken to be of {ASSUMED_SIDE} pixels; name them, or a --recipe, to know better"]
-    side = ASSUMED_SIDE if source is None else collection.median_side(source)
+        side = ASSUMED_SIDE
+        assumed = [f"the images are taken to be of {side} pixels; name them, or a --recipe, to know better"]
+    else:
+        side, assumed = collection.median_side(source), []
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.settle(launch.choice_settings(choice), overrides), source, told + choice.reasons + adopted
+    return launch.settle(launch.choice_settings(choice), overrides), source, assumed + choice.reasons + reasons
 
 
-def _local_batch(settings: Settings, count: int, num_gpus: int) -> int:
-    """Images of a step on each GPU."""
-    batch, micro = settings.train.batch_size, settings.train.micro_batch_size
-    if count < batch:
-        raise UserError(
-            f"{count} images are fewer than train.batch_size={batch}; "
-            f"set train.batch_size={2 ** (count.bit_length() - 1)} or less"
-        )
-    if batch % num_gpus:
-        raise UserError(f"train.batch_size={batch} does not divide over {num_gpus} GPUs; choose a multiple of them")
-    if micro and (batch // num_gpus) % micro:
-        raise UserError(
-            f"train.micro_batch_size={micro} does not divide the {batch // num_gpus} images of each of {num_gpus} GPUs"
-        )
-    return batch // num_gpus
-
-
-def _sample(source: Source, settings: Settings, gpu: Gpu | None) -> Sample:
-    """Decodes a few images, as the cache does to guess the size of all, and then times it, as training decodes."""
-    from adclr.data import cache
-    from adclr.data.feed import Feed
-    from adclr.data.nvjpeg import GpuDecoder
-    from adclr.system import devices, machine
-    from adclr.training import job
-
-    decoder, workers = job.decoder(settings), settings.data.num_workers
-    threads = max(1, machine.cpu_share() if workers is None else workers)
-    images: list[Pixels] = []
-
-    def read(index: int) -> Pixels | None:
-        try:
-            pixels = decoder(source.read(index))
-        except (Unreadable, OSError):
-            return None
-        if len(images) < VIEWED:
-            images.append(pixels)
-        return pixels
-
-    with Workers(threads, "plan") as pool:
-        size = cache.guess(read, len(source), pool)
-    if not size:
-        raise UserError(f"none of the images of {source.root} that were tried can be read; are they images?")
-    if gpu is not None:
-        free = gpu.gib * GIB
-    else:
-        device = devices.choose(settings.train.device)
-        free = machine.available(device) if device.type == "cuda" else 0.0
-    if gpu is None and GpuDecoder.suits(device):
-        rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
-    else:
-        rate = Feed(source, threads, decoder).rate(DECODE_BATCH, DECODE_BATCHES, DECODE_SECONDS)
-    mode = settings.data.cache
-    if mode == "gpu" and not free:
-        raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
-    where = None if mode == "off" else cache.place(mode, size, cache.Room(machine.host_memory(), free))
-    return Sample(size, where, rate, threads, images)
-
-
-def _views_per_second(settings: Settings, sample: Sample | None) -> float:
-    """Images/s of the views on a CPU; of noise where there are no images."""
-    from adclr.training import plan_trial
-
-    if sample is not None:
-        return plan_trial.time_views(settings, sample.images)
-    side, channels = min(ASSUMED_SIDE, settings.data.max_side or ASSUMED_SIDE), settings.model.num_channels
-    noise = np.random.default_rng(0).integers(0, 256, (VIEWED, channels, side, side), np.uint8)
-    return plan_trial.time_views(settings, list(noise))
-
-
-def stated_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
-    """The time of a step on a GPU that is not here, by the model."""
+def estimate_step_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
+    """Return the estimated time of a step on a GPU that is not present."""
     dim, depth, _ = settings.model.shape
-    counted = plan_cost.flops(settings)
-    each = (counted.step + counted.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
+    flops = plan_cost.flops(settings)
+    image_seconds = (flops.step + flops.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
     if settings.train.compile == "off" or settings.train.shard:
-        each *= UNCOMPILED
-    spent, accumulate = UPDATE_SECONDS + local_batch * each, local_batch // micro_batch
-    if plan_cost.recorded(settings) and accumulate == 1 and num_gpus == 1:
-        return spent
-    return max(spent, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
+        image_seconds *= UNCOMPILED
+    seconds, accumulate = UPDATE_SECONDS + local_batch * image_seconds, local_batch // micro_batch
+    if plan_cost.allows_cuda_graph(settings) and accumulate == 1 and num_gpus == 1:
+        return seconds
+    return max(seconds, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
 
 
-def _stated(settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, filled: float) -> Device:
-    """A GPU that is not here, by the model."""
-    from adclr.training.micro_batch import GPU_SHARE, largest
+def _estimate_device(settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, cached: float) -> Device:
+    """Return the estimate for a GPU that is not present, of which images take `cached` bytes."""
+    from adclr.training.micro_batch import GPU_SHARE, largest_divisor
 
     fixed, each = plan_cost.gpu_memory(settings)
-    room = GPU_SHARE * (gpu.gib * GIB - filled) - fixed
-    micro = settings.train.micro_batch_size or largest(local_batch, each, room)
-    rate = local_batch / stated_seconds(settings, gpu, local_batch, micro, num_gpus)
+    free = GPU_SHARE * (gpu.gib * GIB - cached) - fixed
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, free)
+    rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus)
     share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
         f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
         f"which {share:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
     )
-    return Device(basis, False, True, gpu.gib, room, fixed, each, micro, rate)
+    return Device(basis, False, True, gpu.gib, free, fixed, each, micro, rate)
 
 
-def _measured(settings: Settings, local_batch: int, num_gpus: int, filled: float) -> Device:
-    """The device that is here, by a few steps as training will take them: as many micro-batches, recorded or not."""
+def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached: float) -> Device:
+    """Measure the present device by a few steps as training takes them: as many micro-batches, recorded or not."""
     import torch
 
     from adclr.system import devices, machine
     from adclr.training import job, plan_trial
-    from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate, largest, measure
+    from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate_image_bytes, largest_divisor, measure_memory
 
     device = devices.choose(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
     method = job.build(settings).to(device)
-    gpu = device.type == "cuda"
-    if gpu:
-        fixed, each = measure(method, settings, device, dtype)
-        whole = machine.available(device)
-        room = GPU_SHARE * (whole - filled) - fixed
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        fixed, each = measure_memory(method, settings, device, dtype)
+        total = machine.available(device)
+        free = GPU_SHARE * (total - cached) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
-        fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate(settings)
-        whole = machine.host_memory()
-        room = CPU_SHARE * whole
-    micro = settings.train.micro_batch_size or largest(local_batch, each, room)
+        fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
+        total = machine.host_memory()
+        free = CPU_SHARE * total
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, free)
     timed = None
     with suppress(torch.OutOfMemoryError):
         timed = plan_trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus)
-    if timed is None:  # here no traceback holds on to memory
+    if timed is None:  # outside of the handler no traceback holds on to memory
         raise UserError(
-            f"{micro} images at once do not fit into {whole / GIB:.1f} GiB; "
-            f"set train.micro_batch_size={largest(local_batch, each, room, max(1, micro // 2))}"
+            f"{micro} images at once do not fit into {total / GIB:.1f} GiB; "
+            f"set train.micro_batch_size={largest_divisor(local_batch, each, free, max(1, micro // 2))}"
         )
-    name = torch.cuda.get_device_name(device) if gpu else f"the {machine.cpu_count()} CPU cores of this machine"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"the {machine.cpu_count()} CPU cores of this machine"
     images = f"{timed.accumulate} × {timed.micro_batch}" if timed.accumulate > 1 else f"{timed.micro_batch}"
-    basis = f"measured on {name}, {whole / GIB:.1f} GiB free, by steps of {images} images of noise"
-    if not gpu:
+    basis = f"measured on {name}, {total / GIB:.1f} GiB free, by steps of {images} images of noise"
+    if not on_gpu:
         if timed.slowdown > 1.2:
             basis += f", as if they were free: beside what runs there now it takes {timed.slowdown:.1f} times as long"
         basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
-    return Device(basis, True, gpu, whole / GIB, room, fixed, each, micro, timed.images_per_second)
+    return Device(basis, True, on_gpu, total / GIB, free, fixed, each, micro, timed.images_per_second)
 
 
 def _report(
@@ -295,18 +214,19 @@ def _report(
     num_gpus: int,
     device: Device,
     sample: Sample | None,
-    views: float | None,  # images/s, where they are made by the cores that also do the steps
+    views: float | None,  # images/s, where they are rendered by the cores that also take the steps
     out: Path | None,
 ) -> dict[str, Any]:
+    """Return the plan as it is written to JSON."""
     batch, epochs = settings.train.batch_size, settings.train.epochs
-    steps, fits = epochs * (count // batch), int(device.room / device.each)
+    steps, fits = epochs * (count // batch), int(device.free_bytes / device.image_bytes)
     rate, warnings = num_gpus * device.images_per_second, []
     if device.micro_batch > fits:
         warnings.append(f"train.micro_batch_size={device.micro_batch} does not fit: at most {max(0, fits)} images do")
-    decoded = sample.images_per_second if sample and not sample.place else None  # in every epoch
+    decoded = sample.images_per_second if sample and not sample.cache else None  # in every epoch
     if views is not None:
         rate = 1 / (1 / rate + 1 / views + (1 / decoded if decoded else 0))
-    elif device.measured and decoded:  # of another machine nothing is known
+    elif device.measured and decoded:  # the decoding speed of another machine is not known
         if decoded < rate:
             warnings.append(
                 f"images are decoded more slowly ({decoded:.0f}/s) than the step takes them ({rate:.0f}/s), so the "
@@ -314,10 +234,10 @@ def _report(
             )
         rate = min(rate, decoded)
     hours = steps * batch / rate / 3600
-    if 3600 * hours > LONG_SECONDS:
-        warnings.append(long_run(3600 * hours, device.on_gpu))
+    if 3600 * hours > plan_cost.LONG_SECONDS:
+        warnings.append(plan_cost.describe_long_run(3600 * hours, device.on_gpu))
     disk = _disk(settings, source, count, steps)
-    disk["free_gb"] = None if out is None else _free(out) / GB
+    disk["free_gb"] = None if out is None else _free_bytes(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
         warnings.append(f"{out} has room for {format_size(disk['free_gb'])}, less than is needed; choose another --out")
     parameters = plan_cost.parameters(settings)
@@ -334,12 +254,12 @@ def _report(
         "parameters": {"backbone": parameters.backbone, "head": parameters.head},
         "memory": {
             "gib": device.gib,
-            "fixed_gib": device.fixed / GIB,
-            "image_gib": device.each / GIB,
+            "fixed_gib": device.fixed_bytes / GIB,
+            "image_gib": device.image_bytes / GIB,
             "images_that_fit": fits,
             "micro_batch_size": device.micro_batch,
             "accumulate": batch // num_gpus // device.micro_batch,
-            "needed_gib": (device.fixed + device.micro_batch * device.each) / GIB,
+            "needed_gib": (device.fixed_bytes + device.micro_batch * device.image_bytes) / GIB,
         },
         "time": {
             "gflop_per_image": plan_cost.flops(settings).step / 1e9,
@@ -353,7 +273,7 @@ def _report(
         "decoded": sample
         and {
             "gib": sample.bytes / GIB,
-            "kept": sample.place,
+            "kept": sample.cache,
             "images_per_second": sample.images_per_second,
             "threads": sample.threads,
         },
@@ -362,28 +282,69 @@ def _report(
 
 
 def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> dict[str, Any]:
-    """GB of the files of a run; while a checkpoint is written there is one more than are kept."""
+    """Return the GB of the files of a run; while a checkpoint is written there is one more than are kept."""
     stamps = 24 * count  # a key, a size and a time of each image
     index = NAME_BYTES * count
     if source is not None:
-        index, found = 0, source.listing  # a list or a data set is its own index
-        if found is not None:
-            index = sum(len(name.encode("utf-8", "surrogateescape")) + 1 for name in (*found.names, *found.labels))
-            index += found.places.nbytes + 100 * len(found.facts)
-    one, backbone = plan_cost.checkpoint_bytes(settings), plan_cost.backbone_bytes(settings)
+        index, listing = 0, source.listing  # a list or a data set needs no index
+        if listing is not None:
+            index = sum(len(name.encode("utf-8", "surrogateescape")) + 1 for name in (*listing.names, *listing.labels))
+            index += listing.places.nbytes + 100 * len(listing.facts)
+    checkpoint, backbone = plan_cost.checkpoint_bytes(settings), plan_cost.backbone_bytes(settings)
     logs, checkpoints = plan_cost.log_bytes(settings, steps), settings.train.keep_checkpoints + 1
     return {
-        "checkpoint_gb": one / GB,
+        "checkpoint_gb": checkpoint / GB,
         "checkpoints": checkpoints,
         "backbone_gb": backbone / GB,
         "logs_gb": logs / GB,
         "index_gb": (index + stamps) / GB,
-        "total_gb": (checkpoints * one + backbone + logs + index + stamps) / GB,
+        "total_gb": (checkpoints * checkpoint + backbone + logs + index + stamps) / GB,
     }
 
 
-def _free(path: Path) -> float:
-    """Bytes left where a path would be made."""
+def _free_bytes(path: Path) -> float:
+    """Return the free bytes of the disk on which a path would be created."""
     while not path.exists():
         path = path.parent
     return float(shutil.disk_usage(path).free)
+
+
+def describe(plan: Mapping[str, Any]) -> list[str]:
+    """Return a plan as lines of text."""
+    memory, time, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
+    parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
+    rate, free = time["images_per_second"], disk["free_gb"]
+    sizes = {name: format_size(disk[f"{name}_gb"]) for name in ("total", "checkpoint", "backbone", "logs", "index")}
+    rows = {
+        "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
+        f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
+        "basis": plan["basis"],
+        "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
+        f"{memory['images_that_fit']} images fit at once{many}",
+        "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
+        f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
+        "time": f"{duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{duration(time['seconds_per_epoch'])} an epoch, {time['gflop_per_image']:.3g} GFLOP an image; "
+        + _describe_rates(time),
+        "disk": f"{sizes['total']}: {disk['checkpoints']} checkpoints of {sizes['checkpoint']} (one of them while it "
+        f"is written), backbone {sizes['backbone']}, logs {sizes['logs']}, index {sizes['index']}"
+        + ("" if free is None else f"; {format_size(free)} are free"),
+    }
+    if decoded:
+        storage = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(
+            decoded["kept"], "decoded anew in every epoch"
+        )
+        rows["images"] = (
+            f"{format_size(decoded['gib'] * (GIB / GB))} when decoded: {storage}; about "
+            f"{decoded['images_per_second']:.0f} images/s are decoded by {decoded['threads']} threads here"
+        )
+    lines = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
+    return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in lines]
+
+
+def _describe_rates(time: Mapping[str, Any]) -> str:
+    """Return what the time includes."""
+    steps, views = time["steps_images_per_second"], time["views_images_per_second"]
+    if views is None:
+        return "the step alone, without probes"
+    return f"steps at {steps:.3g} images/s and their views at {views:.3g}, without probes"

@@ -1,4 +1,4 @@
-"""What the teacher scores during training: kNN on labelled images, in-context segmentation on labelled pixels, and
+"""Scores of the teacher during training: kNN on labeled images, in-context segmentation on labeled pixels, and
 matching of images and patches without labels."""
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from adclr.training.schedules import Schedules
 from adclr.training.signals import Signals
 from adclr.weights.backbone import Weights
 
-# what scores without labels are called among a run's metrics, where the doctor has ranks of his own
+# names in metrics.jsonl of scores without labels; the health measures have ranks of the same names
 HELD_OUT = {"rank_cls": "held_out_rank_cls", "rank_patches": "held_out_rank_patches", "num_images": "held_out_images"}
-NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
+SCORE_NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
 
 
 @dataclass(frozen=True)
 class Images:
-    """What the probes look at."""
+    """The images of the probes."""
 
-    labelled: Labelled | None
+    labeled: Labelled | None
     held_out: Source | None
     segmented: Segmented | None
 
 
 def open_images(settings: Settings) -> Images | None:
-    """None if no probe is wanted."""
-    labelled = settings.probe.data or (settings.data.path if settings.data.labels else None)
+    """Return the images of the probes; None if the settings name none."""
+    labeled = settings.probe.data or (settings.data.path if settings.data.labels else None)
     held_out, pixels = settings.probe.held_out, settings.probe.pixels
-    if not labelled and not held_out and not pixels:
+    if not labeled and not held_out and not pixels:
         return None
     segmented = open_segmented(pixels) if pixels else None
     if segmented is not None:
         check(segmented, settings.data.num_workers or None, show=distributed.local_rank() == 0)
     source = open_source(held_out) if held_out else None
-    allowed = settings.data.allow_damaged_shards and not settings.probe.data  # which says it of the images to train on
-    return Images(open_labelled(labelled, allowed) if labelled else None, source, segmented)
+    allowed = settings.data.allow_damaged_shards and not settings.probe.data  # the setting is about the training images
+    return Images(open_labelled(labeled, allowed) if labeled else None, source, segmented)
 
 
 class Probe:
-    """`scores = probe(signals)` in all processes; the first one takes them while the others wait."""
+    """`scores = probe(signals)` in all processes; the first one computes them while the others wait."""
 
     def __init__(
         self,
         settings: Settings,
         run: Run,
         schedules: Schedules,
-        teacher: Callable[[], Weights],  # whole; all processes ask
+        teacher: Callable[[], Weights],  # called by all processes
         images: Images,
         device: torch.device,
     ) -> None:
@@ -68,7 +68,7 @@ class Probe:
             "batch_size": settings.probe.images_at_once,
             "num_workers": settings.data.num_workers or None,
         }
-        # a broken image of the probe is no reason to end a run
+        # an unreadable image of the probe does not end a run
         self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
         self.matching = matching.Settings(**common)
         size, workers = settings.probe.pixels_size or settings.views.global_size, common["num_workers"]
@@ -77,43 +77,45 @@ class Probe:
         )
 
     def due(self, done: int) -> bool:
+        """Return whether the teacher is scored after so many steps."""
         return done % self.every == 0 or done == self.total_steps
 
     def missing(self, start: int) -> bool:
-        """Whether a run that begins here must be scored first: a new one, and one that was stopped in a probe."""
+        """Return whether a run must be scored before it continues: a new one, and one that was stopped in a probe."""
         rows = [row for row in self.run.rows("metrics.jsonl") if row.get("step") == start]
-        return self.due(start) and not any(name in row for row in rows for name in NAMES)
+        return self.due(start) and not any(name in row for row in rows for name in SCORE_NAMES)
 
     def __call__(self, signals: Signals) -> dict[str, float]:
-        """Nothing if a signal came."""
+        """Return the scores; none if a signal came."""
         alone, teacher = distributed.world_size() == 1, self.teacher()
         dense = {} if alone else self._score_pixels(teacher)  # in which all processes take part
-        scores = signals.cut_short(lambda: self._score(teacher)) if distributed.is_main() else None
+        scores = signals.interruptible(lambda: self._score(teacher)) if distributed.is_main() else None
         distributed.barrier()
         return scores | dense if scores is not None else {}
 
     def warning(self, scores: dict[str, float]) -> str | None:  # noqa: ARG002
+        """Return no warning: these scores have no threshold."""
         return None
 
     def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
-        if images.labelled is not None:
-            found = knn.score(teacher, images.labelled, self.knn, self.device, show=False)
-            scores["knn_top1"] = found[f"knn_top1_k{min(self.k, int(found['num_train']))}"]
+        if images.labeled is not None:
+            accuracy = knn.score(teacher, images.labeled, self.knn, self.device, show=False)
+            scores["knn_top1"] = accuracy[f"knn_top1_k{min(self.k, int(accuracy['num_train']))}"]
         if images.held_out is not None:
-            found = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
-            scores |= {HELD_OUT.get(name, name): found[name] for name in (*matching.SCORES, "num_images")}
+            matched = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
+            scores |= {HELD_OUT.get(name, name): matched[name] for name in (*matching.SCORES, "num_images")}
         return scores | (self._score_pixels(teacher) if distributed.world_size() == 1 else {})
 
     def _score_pixels(self, teacher: Weights) -> dict[str, float]:
         if self.images.segmented is None:
             return {}
-        found = incontext.score(teacher, self.images.segmented, self.dense, self.device, show=False)
-        return {"incontext_miou": found["incontext_miou"]}
+        scores = incontext.score(teacher, self.images.segmented, self.dense, self.device, show=False)
+        return {"incontext_miou": scores["incontext_miou"]}
 
 
-def summary(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
-    """What the scores without labels say at the end, if there were any; `finding` is the doctor's last."""
+def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
+    """Return a sentence on the scores without labels, if there are any; `finding` is the last on the run's health."""
     scored = [row for row in rows if "image_matching" in row]
     if len(scored) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Parameter groups, clipping, and schedules as functions of the step."""
+"""The optimizer with its parameter groups, and schedules as functions of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adclr.model.optim import cosine, warm_cosine
 
 @dataclass(frozen=True)
 class Values:
-    """What a step is done with."""
+    """The scheduled values of one step."""
 
     lr: float
     weight_decay: float
@@ -25,28 +25,30 @@ class Values:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Those that a device can be told."""
-        for_queries = self.teacher_temperature if self.query_temperature is None else self.query_temperature
-        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature, for_queries
+        """The values that a device takes as numbers: all but those that decide what is computed."""
+        query_temperature = self.teacher_temperature if self.query_temperature is None else self.query_temperature
+        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature, query_temperature
 
     @property
     def frozen(self) -> tuple[bool, bool]:
-        """What stands still, which decides what is computed: the head's last layer, the backbone."""
+        """Whether the head's last layer and the backbone are frozen, which decides what is computed."""
         return self.freeze_last_layer, self.freeze_backbone
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """Everything by step; an epoch is as many whole batches as the images give."""
+    """All scheduled values by step; an epoch is as many full batches as the images give."""
 
     settings: Settings
     steps_per_epoch: int
 
     @property
     def total_steps(self) -> int:
+        """Steps of the whole run."""
         return self.settings.train.epochs * self.steps_per_epoch
 
     def at(self, step: int) -> Values:
+        """Return the values of a step, which is counted from 0."""
         optim, method, total = self.settings.optim, self.settings.method, self.total_steps
         epoch = step // self.steps_per_epoch
         peak = optim.lr * self.settings.train.batch_size / 256
@@ -71,16 +73,16 @@ class Schedules:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
+    """Return AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
 
     The fused kernel is used on every device because it alone takes the flag that voids a step on the device. Decay is
-    left to `update`, which can take it from the device.
+    done by `update`, which can take its value from the device.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "decayed": True},
-        {"params": [p for p in trained if p.ndim <= 1], "decayed": False},
+        {"params": [p for p in parameters if p.ndim > 1], "decayed": True},
+        {"params": [p for p in parameters if p.ndim <= 1], "decayed": False},
     ]
-    on_gpu = any(p.is_cuda for p in trained)
+    on_gpu = any(p.is_cuda for p in parameters)
     betas = settings.optim.betas
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True, capturable=on_gpu)

@@ -18,7 +18,7 @@ from adclr.model.blocks import run_block, run_checkpointed
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import VisionTransformer
 from adclr.system import devices, trial_kernels, triton_available
-from adclr.training import micro_batch, speed
+from adclr.training import job, micro_batch
 from adclr.training.job import build
 from kernel_device import DEVICE, needs_interpreter
 from tiny import TINY, tiny
@@ -93,10 +93,9 @@ def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     settings = tiny(compile="on", masked_weight=1.0)
     method = build(settings)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
-    compiled = speed.prepare(method, settings, CPU, None, 4)
+    compiled = job.compile_method(method, settings, CPU, None, 4)
     assert compiled is not None
     assert compiled.failure is None
-    assert speed.ready(compiled)
     assert method.student.backbone.run_block is not run_block
     assert all(torch.equal(tensor, before[name]) for name, tensor in method.state_dict().items())
     assert all(parameter.grad is None for parameter in method.parameters())
@@ -104,14 +103,13 @@ def test_compiling_leaves_the_method_as_it_was(monkeypatch: pytest.MonkeyPatch) 
 
 QUIET = """
 import torch
-from adclr import speed
-from adclr.jobs import build
-from adclr.vit import VisionTransformer
+from adclr.training.job import build, compile_method
+from adclr.model.vit import VisionTransformer
 from tiny import tiny
 real = VisionTransformer.compile_blocks
 VisionTransformer.compile_blocks = lambda vit: real(vit, backend="aot_eager")
 settings = tiny(compile="on")
-assert speed.prepare(build(settings), settings, torch.device("cpu"), None, 4).failure is None
+assert compile_method(build(settings), settings, torch.device("cpu"), None, 4).failure is None
 """
 
 
@@ -130,9 +128,10 @@ def test_the_compiler_says_nothing_that_is_no_news() -> None:
 
 def test_auto_compiles_on_a_gpu_only_and_activations_are_checkpointed_when_asked() -> None:
     method = build(tiny())
-    assert speed.prepare(method, tiny(), CPU, None, 4) is None
+    assert job.compile_method(method, tiny(), CPU, None, 4) is None
     assert method.student.backbone.run_block is run_block
-    assert speed.prepare(method, tiny(checkpoint_activations=True), CPU, None, 4) is None
+    method = build(tiny(checkpoint_activations=True))
+    assert job.compile_method(method, tiny(checkpoint_activations=True), CPU, None, 4) is None
     assert method.student.backbone.run_block is run_checkpointed
     assert method.teacher.backbone.run_block is run_block
 
@@ -179,7 +178,9 @@ def test_the_micro_batch_is_fitted_to_blocks_that_are_run_again(monkeypatch: pyt
         settings = tiny(checkpoint_activations=again)
         method = build(settings)
         method.register_forward_hook(lambda m, *_: seen.append(m.student.backbone.run_block))
-        micro_batch.measure(method, settings, CPU, None)
+        micro_batch.measure_memory(method, settings, CPU, None)
         assert seen == [run] * 3
         seen.clear()
-    assert micro_batch.estimate(tiny(depth=12, checkpoint_activations=True)) < micro_batch.estimate(tiny(depth=12))
+    assert micro_batch.estimate_image_bytes(
+        tiny(depth=12, checkpoint_activations=True)
+    ) < micro_batch.estimate_image_bytes(tiny(depth=12))
