@@ -31,7 +31,7 @@ from adclr.system import devices
 from adclr.system.files import write_json
 from adclr.system.runs import provenance
 from adclr.training import job, micro_batch, plan_cost, schedules
-from adclr.training.speed import prepare, ready
+from adclr.training.speed import prepare, ready, repeatable
 from adclr.training.step import Step, seconds
 
 GIB = 2**30
@@ -125,7 +125,7 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
     batch = 4 if given.tiny else case.batch
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
-    with devices.deterministic(case.deterministic):
+    with repeatable(case.deterministic):
         once = work(case, settings, batch, device)
         for _ in range(given.warmup):
             once()

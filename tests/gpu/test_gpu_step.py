@@ -101,10 +101,10 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
     Where sums are made in one order; in any order AdamW's first steps, which are of one length however small the
     gradient, make 1e-4 of it.
     """
-    from adclr.system.devices import deterministic
+    from adclr.training.speed import repeatable
 
     settings, views = default_views(8, CUDA, **SMALL, masked_weight=masked_weight)
-    with deterministic(True):
+    with repeatable(True):
         plain, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
         again, same = steps_of(settings, views, 6, compiled=False, recorded=True)
     assert same == losses
@@ -158,8 +158,8 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
 ) -> None:
     """The host waits in the midst of the recording, which CUDA forbids; to the bit as if none had been tried."""
     from adclr.model.method import ADCLR
-    from adclr.system.devices import deterministic
     from adclr.training import schedules
+    from adclr.training.speed import repeatable
     from adclr.training.step import Step
 
     settings, views = default_views(8, CUDA, **SMALL)
@@ -171,7 +171,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_unrecorded(
             ok.item()
         update(method, momentum, ok, head_only)
 
-    with deterministic(True):
+    with repeatable(True):
         _, expected = steps_of(settings, views, 6, compiled=False, recorded=False)
         monkeypatch.setattr(ADCLR, "update", waiting)
         method = job.build(settings).to(CUDA)
@@ -275,10 +275,10 @@ QUERIES = {
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_recorded_step_is_the_step_whatever_queries_are(name: str) -> None:
-    from adclr.system.devices import deterministic
+    from adclr.training.speed import repeatable
 
     settings, views = default_views(8, CUDA, **(SMALL | QUERIES[name]))
-    with deterministic(True):
+    with repeatable(True):
         plain, losses = steps_of(settings, views, 4, compiled=False, recorded=False, query_temperature=0.1)
         again, same = steps_of(settings, views, 4, compiled=False, recorded=True, query_temperature=0.1)
     assert same == losses

@@ -19,7 +19,7 @@ from adclr.model.compiled import Compiled
 from adclr.report import health
 from adclr.report.live import Live, moments
 from adclr.system import distributed, machine
-from adclr.system.devices import choose, deterministic
+from adclr.system.devices import choose
 from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
@@ -32,7 +32,7 @@ from adclr.training.probe import NAMES, Images, Probe, open_images, summary
 from adclr.training.schedules import Values
 from adclr.training.sharding import Sharded
 from adclr.training.signals import Signals
-from adclr.training.speed import prepare, ready
+from adclr.training.speed import prepare, ready, repeatable
 from adclr.training.step import Step
 from adclr.weights import snapshot
 from adclr.weights.backbone import save_backbone
@@ -59,7 +59,7 @@ def run(launched: Launch) -> Run:
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
-        deterministic(settings.train.deterministic),
+        repeatable(settings.train.deterministic),
     ):
         distributed.barrier()  # the directory is there, and it is ours
         job = assemble(launched, device)

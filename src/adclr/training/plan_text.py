@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from adclr.system.machine import GIB
 from adclr.system.progress import duration
 from adclr.system.text import format_size
 
 COLUMNS = 110
-GB_IN_GIB = GIB / 1e9
+GB_IN_GIB = 2**30 / 1e9
 LONG_SECONDS = 24 * 3600.0  # of a run; beyond, the user is warned
 
 

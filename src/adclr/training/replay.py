@@ -25,14 +25,14 @@ from adclr.config.sections import UserError
 from adclr.data.augment import Views
 from adclr.model.method import ADCLR
 from adclr.system import machine
-from adclr.system.devices import choose, deterministic
+from adclr.system.devices import choose
 from adclr.system.files import write_json
 from adclr.system.progress import track
 from adclr.training.job import Job, assemble, batches_of, order, seeded, views_of
 from adclr.training.launch import Launch
 from adclr.training.meter import NAMES
 from adclr.training.schedules import Values
-from adclr.training.speed import prepare, ready
+from adclr.training.speed import prepare, ready, repeatable
 from adclr.training.step import Step
 
 MOST_IMAGES = 8  # that are named
@@ -52,7 +52,7 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
         raise UserError(f"{launched.run.path} has only {steps} steps; --replay takes one of them")
     if machine.num_processes() > 1:
         raise UserError("--replay works in one process; start it without torchrun")
-    with deterministic(settings.train.deterministic):
+    with repeatable(settings.train.deterministic):
         job = assemble(launched, device, before=step)
         compiled = prepare(job.method, settings, device, job.dtype, job.micro_batch)
         take = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate, ready(compiled))
