@@ -109,7 +109,7 @@ def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> 
     labels = read(file).labels
     scores = {(label, seed): 40.0 + 10 * n + seed for n, label in enumerate(labels) for seed in (0, 1)}
     found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
+    text = figure.draw_figure(found, table.collect(found, results))
     assert text is not None
     root = ET.fromstring(text)
     dots = [node for node in root.iter("{http://www.w3.org/2000/svg}circle") if node.get("r") == "3"]
@@ -132,7 +132,7 @@ def test_an_arm_without_runs_is_not_in_the_figure(tmp_path: Path, with_grid: boo
         (next(label for label in labels if label.startswith("half made")), 0): 50.0
     }
     found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
+    text = figure.draw_figure(found, table.collect(found, results))
     assert text is not None
     shown = {node.text for node in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
     assert {"made", "half made"} <= shown
@@ -154,7 +154,7 @@ def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
     ranked = {"kNN %": KNN, "rank": {"name": "training", "score": "rank_cls"}}
     file = study(tmp_path, title="A title of some length", evaluations=ranked, **changes)
     found, results = kept(tmp_path / "results", file, {(label, 0): 50.0 for label in read(file).labels})
-    text = figure.draw(found, table.collect(found, results))
+    text = figure.draw_figure(found, table.collect(found, results))
     assert text is not None
     root = ET.fromstring(text)
     boxes: list[tuple[float, float, float, float]] = []
@@ -181,7 +181,7 @@ def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
 
 def test_no_figure_of_nothing(tmp_path: Path) -> None:
     found, results = kept(tmp_path / "results", study(tmp_path), {})
-    assert figure.draw(found, table.collect(found, results)) is None
+    assert figure.draw_figure(found, table.collect(found, results)) is None
 
 
 def test_results_that_are_told_are_those_of_the_studies() -> None:

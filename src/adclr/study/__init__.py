@@ -132,7 +132,7 @@ def _scenes(folder: Path) -> Path:
 def _write(study: Study, kept: Results) -> Path:
     stem = study.file.stem
     rows = table.collect(study, kept)
-    drawn = figure.draw(study, rows)
+    drawn = figure.draw_figure(study, rows)
     if drawn is not None:
         write_atomically(kept.folder / f"{stem}.svg", drawn.encode())
     text = table.page(study, kept, rows, f"{stem}.svg" if drawn is not None else None)

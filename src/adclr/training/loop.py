@@ -24,6 +24,7 @@ from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
 from adclr.training.checkpoint_writer import Writer
+from adclr.training.health import measure_health
 from adclr.training.job import Job, assemble, keys_of, order, seeded, teacher, views_of
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
@@ -181,7 +182,7 @@ def _train(job: Job, start: int, take: Step, probe: journal.Probe | None, live: 
 
 def _look(job: Job, views: Ahead[Views], values: Values) -> dict[str, float]:
     assert views.last is not None
-    return health.measure(
+    return measure_health(
         job.method, views.last, values.teacher_temperature, job.dtype, job.teacher(), values.query_temperature
     )
 
