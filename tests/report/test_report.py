@@ -321,13 +321,13 @@ def test_a_disk_that_fails_stops_no_training(
 
 def test_ticks_are_round_and_cover_the_range() -> None:
     for low, high in ((0, 1), (0.0123, 0.0456), (-3, 17), (99.5, 100.5), (1e-7, 3e-7), (0, 123456)):
-        ticks = charts.round_ticks(low, high)
+        ticks = charts.Axis(low, high, 0, 1).ticks()
         assert 3 <= len(ticks) <= 8
         assert low - 1e-9 <= ticks[0]
         assert ticks[-1] <= high + 1e-9 * abs(high)
         steps = {round((b - a) / (ticks[1] - ticks[0]), 6) for a, b in pairwise(ticks)}
         assert steps == {1.0}
-    assert charts.round_ticks(2, 2) == [2]
+    assert charts.Axis(2, 2, 0, 1).ticks() == [2]
 
 
 def test_averages_of_points_keep_the_mean_and_show_no_spike_at_the_end() -> None:

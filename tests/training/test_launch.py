@@ -79,7 +79,7 @@ def test_a_study_and_its_runs_scale_alike(tmp_path: Path) -> None:
     file = study(tmp_path, recipe="adclr_small", settings={"train.epochs": 4})
     (cell,) = read_study(file).cells
     assert lengths(cell.settings) == (0.2, 0.6, 1)
-    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.said)) == lengths(cell.settings)
+    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
 
 
 def test_a_run_from_before_lengths_were_scaled_is_resumed(images: Path, tmp_path: Path) -> None:

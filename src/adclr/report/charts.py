@@ -98,19 +98,13 @@ class Axis:
 
     def ticks(self, count: int = 5) -> list[float]:
         """Return about `count` round values on the axis."""
-        return round_ticks(self.low, self.high, count)
-
-
-def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers from low to high."""
-    span = high - low
-    if span <= 0 or not math.isfinite(span):
-        return [low]
-    rough = span / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+        rough = (self.high - self.low) / count
+        if rough <= 0 or not math.isfinite(rough):
+            return [self.low]
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(n * step, 12) for n in range(first, last + 1)]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from adclr.evals.wording import is_percent
 from adclr.report import metrics
 from adclr.report.charts import TEMPLATES, Chart, Line, format_number, layout_chart
 from adclr.report.metrics import Metric
-from adclr.report.record import Evaluation, RunRecord, Strip, changed_settings, differing_settings
+from adclr.report.record import Evaluation, RunRecord, Strip, differing_settings
 from adclr.system import outputs
 
 # cells of a strip, of each image
@@ -39,21 +39,6 @@ ALWAYS_SHOWN = ("head", "how", "epochs")  # settings of evaluations, also at the
 START_FIELDS = ("started", "from_step", "device", "precision", "processes", "images")  # of provenance.json
 
 
-class RunView(NamedTuple):
-    """What the page shows of a single run, beside its curves."""
-
-    name: str
-    record: RunRecord
-    facts: dict[str, str]
-    statements: list[metrics.Statement]
-    film: Film | None
-    time: TimeShares | None
-    changed: list[tuple[str, str, str]]  # setting, value, default
-    settings: list[tuple[str, str]]
-    starts: list[tuple[list[str], str]]  # values, command
-    packages: str
-
-
 def render_page(records: Sequence[RunRecord]) -> str:
     """Return the report of one run, or of several side by side."""
     return TEMPLATES.get_template("report/page.html.j2").render(
@@ -64,7 +49,7 @@ def render_page(records: Sequence[RunRecord]) -> str:
         style=_read_asset("style.css"),
         script=_read_asset("chart.js"),
         single=len(records) == 1,
-        runs=[_view(record) for record in records],
+        runs=[_describe_run(record) for record in records],
         legend=[Line(record.name, [], style) for style, record in enumerate(records)],
         differences=differing_settings(records),
         losses=_layout_charts(records, metrics.loss_metrics(records)),
@@ -78,19 +63,27 @@ def render_page(records: Sequence[RunRecord]) -> str:
     )
 
 
-def _view(record: RunRecord) -> RunView:
-    return RunView(
-        record.name,
-        record,
-        _facts(record),
-        metrics.describe_status(record),
-        _film(record),
-        _time_shares(record),
-        _changed_rows(record),
-        [(name, _text(value)) for name, value in record.settings.items()],
-        [_start_row(start) for start in record.starts],
-        _packages(record),
-    )
+def _describe_run(record: RunRecord) -> dict[str, Any]:
+    """Return what the page shows of a single run, beside its curves."""
+    defaults = flatten(Settings().model_dump(mode="json"))
+    return {
+        "name": record.name,
+        "path": record.path,
+        "recipe": record.settings.get("recipe") or "no recipe",
+        "facts": _facts(record),
+        "statements": metrics.describe_status(record),
+        "film": _film(record),
+        "time": format_duration(record.seconds + record.overheads["probing"]),
+        "time_shares": _time_shares(record),
+        "settings": [(name, _text(value)) for name, value in record.settings.items()],
+        "changed": [
+            (name, _text(value), _text(defaults.get(name)))
+            for name, value in record.settings.items()
+            if name not in defaults or defaults[name] != value
+        ],
+        "starts": [_start_row(start) for start in record.starts],
+        "packages": _packages(record.starts[-1]) if record.starts else "",
+    }
 
 
 def _read_asset(name: str) -> Markup:
@@ -137,20 +130,14 @@ def _layout_charts(records: Sequence[RunRecord], shown: Mapping[str, Metric]) ->
     return charts
 
 
-class TimeShares(NamedTuple):
-    """How the time of a run was spent."""
-
-    total: str
-    shares: dict[str, float]
-
-
-def _time_shares(record: RunRecord) -> TimeShares | None:
+def _time_shares(record: RunRecord) -> dict[str, float]:
+    """Return how the time of a run was spent, as shares by name; nothing if it is unknown."""
     if not record.seconds:
-        return None
+        return {}
     overheads = {name: record.overheads[part] for part, name in OVERHEAD_NAMES.items()}
     total = record.seconds + record.overheads["probing"]
     parts = {"steps": max(0.0, total - sum(overheads.values())), **overheads}
-    return TimeShares(format_duration(total), {name: min(1.0, seconds / total) for name, seconds in parts.items()})
+    return {name: min(1.0, seconds / total) for name, seconds in parts.items()}
 
 
 class Film(NamedTuple):
@@ -238,11 +225,6 @@ def _default_settings(evaluation: str) -> Mapping[str, Any]:
     return flatten(evals.module(evaluation).Settings().model_dump(mode="json"))
 
 
-def _changed_rows(record: RunRecord) -> list[tuple[str, str, str]]:
-    defaults = flatten(Settings().model_dump(mode="json"))
-    return [(name, _text(value), _text(default)) for name, value, default in changed_settings(record, defaults)]
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
@@ -255,13 +237,9 @@ def _start_row(start: Mapping[str, Any]) -> tuple[list[str], str]:
     return cells, " ".join(["adclr", *map(str, words[1:])]) if isinstance(words, list) and words else "–"
 
 
-def _packages(record: RunRecord) -> str:
-    """Return the versions of packages at the last start."""
-    if not record.starts:
-        return ""
-    last = record.starts[-1]
-    packages = last.get("packages")
+def _packages(start: Mapping[str, Any]) -> str:
+    """Return the versions of packages at a start."""
+    packages = start.get("packages")
     versions = [f"{name} {version}" for name, version in packages.items()] if isinstance(packages, dict) else []
-    return ", ".join(
-        [f"adclr {last.get('adclr')}", f"Python {last.get('python')}", *versions, str(last.get("platform"))]
-    )
+    first = [f"adclr {start.get('adclr')}", f"Python {start.get('python')}"]
+    return ", ".join([*first, *versions, str(start.get("platform"))])

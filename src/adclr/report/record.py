@@ -258,12 +258,3 @@ def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, list[str
         if len(set(values)) > 1:
             rows.append((name, values))
     return rows
-
-
-def changed_settings(record: RunRecord, defaults: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (setting, value, default) of the settings that differ from their default."""
-    return [
-        (name, value, defaults.get(name))
-        for name, value in record.settings.items()
-        if name not in defaults or defaults[name] != value
-    ]

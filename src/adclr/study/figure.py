@@ -21,14 +21,7 @@ LETTER_WIDTH = 6.8  # pixels, about
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's palette
 
 Point = tuple[float, float]  # pixels: x, y
-
-
-@dataclass(frozen=True)
-class Series:
-    """Scores of an arm, a sample for each name on the axis."""
-
-    name: str
-    samples: Sequence[Sample]
+Series = Sequence[Sample]  # scores of an arm, a sample for each name on the axis
 
 
 class Label(NamedTuple):
@@ -85,12 +78,12 @@ def draw_figure(study: Study, rows: Rows) -> str | None:
     for title in outline.evaluations:
         control = rows[outline.control][title].mean if outline.control else None
         if len(points) > 1:
-            series = [Series(arm, [rows[labels[arm, point]][title] for point in points]) for arm in arms]
+            series = [[rows[labels[arm, point]][title] for point in points] for arm in arms]
             names = [point.removeprefix(prefix) for point in points]
         else:
-            series = [Series("", [rows[labels[arm, points[0]]][title] for arm in arms])]
+            series = [[rows[labels[arm, points[0]]][title] for arm in arms]]
             names = [arm or study.cells[0].label for arm in arms]
-        if any(sample.by_seed for one in series for sample in one.samples):
+        if any(sample.by_seed for samples in series for sample in samples):
             panels.append(_layout_panel(title, names, series, control, prefix.rstrip("=")))
     if not panels:
         return None
@@ -174,11 +167,11 @@ def _layout_panel(
     elif axis_title:
         labels.append(Label((left + right) / 2, bottom + 36, "middle", axis_title, "#444"))
     marks = []
-    for index, one in enumerate(series):
+    for index, samples in enumerate(series):
         shift = (index - (len(series) - 1) / 2) * min(14.0, step / (len(series) + 1)) / step
-        samples = [(place + 0.5 + shift, sample) for place, sample in enumerate(one.samples)]
-        means = [point(position, sample.mean) for position, sample in samples if sample.mean is not None]
-        dots = [point(position, score) for position, sample in samples for score in sample.by_seed.values()]
+        shifted = [(number + 0.5 + shift, sample) for number, sample in enumerate(samples)]
+        means = [point(position, sample.mean) for position, sample in shifted if sample.mean is not None]
+        dots = [point(position, score) for position, sample in shifted for score in sample.by_seed.values()]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in means) if axis_title else ""
         bars = [f"M{x:.1f} {y - 6:.1f}v12" if listed else f"M{x - 9:.1f} {y:.1f}h18" for x, y in means]
         marks.append(Marks(_color(index), line, dots, bars))
@@ -195,7 +188,7 @@ def _layout_panel(
 
 def _score_range(series: Sequence[Series], control: float | None) -> tuple[float, float]:
     """Return the ends of the axis of scores: the lowest and the highest, with a margin."""
-    values = [score for one in series for sample in one.samples for score in sample.by_seed.values()]
+    values = [score for samples in series for sample in samples for score in sample.by_seed.values()]
     values += [] if control is None else [control]
     low, high = min(values), max(values)
     margin = 0.08 * (high - low) or max(abs(high) * 0.05, 1e-3)
