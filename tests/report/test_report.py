@@ -200,7 +200,7 @@ def test_healthy_ranges_are_shaded(run: Path) -> None:
     untrained = read_record(run).health_rows[0]
     kl = max(3e-4, 0.02 * untrained["target_kl"])
     for title, healthy in {
-        "KL divergence of targets from their mean, nats": f"above {charts.format_number(kl)}",
+        "KL of targets to their mean, nats": f"above {charts.format_number(kl)}",
         "Effective rank of [CLS]": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_cls']))}",
         "Effective rank of patches": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_patches']))}",
         "Effective rank of queries": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_queries']))}",

@@ -37,9 +37,7 @@ HEALTH = {
     "teacher_entropy": Metric(  # no range: high or low, it may learn, as long as targets differ between images
         "Entropy of targets", "of ln K; 1 is the same weight on every prototype, 0 is all on one", floor=0
     ),
-    "target_kl": Metric(
-        "KL divergence of targets from their mean, nats", "0 if all images have the same target", floor=0
-    ),
+    "target_kl": Metric("KL of targets to their mean, nats", "0 if all images have the same target", floor=0),
     "prototypes_used": Metric("Prototypes in use", "of as many as there are images or prototypes", floor=0),
     "loss_of_log_k": Metric("Global loss / ln K", "1 is what knowing nothing costs", Band(0, 1), floor=0),
     "rank_cls": Metric("Effective rank of [CLS]", "number of directions in which images differ", floor=0),
