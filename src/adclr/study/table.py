@@ -140,23 +140,21 @@ def _describe_missing(study: Study, results: Results) -> list[str]:
 
 def summarize(rows: Rows, control: str | None) -> dict[str, Any]:
     """Return the numbers of the page for programs."""
-    summary: dict[str, Any] = {}
+    summary: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in rows}
     for label, row in rows.items():
-        summary[label] = {}
         for name, sample in row.items():
-            entry: dict[str, Any] = {
+            summary[label][name] = {
                 "mean": sample.mean,
                 "deviation": sample.deviation,
                 "by_seed": dict(sample.by_seed),
             }
             if control is not None and label != control and name not in COSTS:
                 difference = sample.minus(rows[control][name])
-                entry["difference"] = {
+                summary[label][name]["difference"] = {
                     "mean": difference.mean,
                     "half_width": difference.half_width(),
                     "by_seed": difference.by_seed,
                 }
-            summary[label][name] = entry
     return summary
 
 

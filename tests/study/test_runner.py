@@ -1,4 +1,4 @@
-"""Studies that are run: real processes, stopped and killed; who runs where."""
+"""Studies run in real processes, which are stopped and killed; their GPUs and cores."""
 
 from __future__ import annotations
 
