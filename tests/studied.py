@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adclr.study import outline
-from adclr.study.outline import read
+from adclr.study.outline import Study, read_study
 from adclr.study.results import Results
 
 KNN = {"name": "knn", "data": "photos", "score": "knn_top1_k3", "settings": {"k": [3], "device": "cpu"}}
@@ -20,15 +19,15 @@ def study(folder: Path, name: str = "one.yaml", **changes: Any) -> Path:
     return folder / name
 
 
-def kept(folder: Path, file: Path, scores: dict[tuple[str, int], float]) -> tuple[outline.Study, Results]:
+def store_results(folder: Path, file: Path, scores: dict[tuple[str, int], float]) -> tuple[Study, Results]:
     """A study of which these runs are done, by label and seed."""
-    found, results = read(file), Results(folder)
-    for cell in found.cells:
+    study, results = read_study(file), Results(folder)
+    for cell in study.cells:
         if (cell.label, cell.seed) in scores:
             score = {"knn_top1_k3": scores[cell.label, cell.seed], "knn_train": 5}
             training = {"minutes": 2.0, "gib": 3.5, "images_per_second": 100.0, "last": {"rank_cls": 7.0}}
-            evaluations = {one.key: {"scores": score} for one in found.outline.evaluations.values()}
-            text = {**cell.known_by, "training": training, "evaluations": evaluations, "provenance": []}
+            evaluations = {one.key: {"scores": score} for one in study.outline.evaluations.values()}
+            text = {**cell.identity, "training": training, "evaluations": evaluations, "provenance": []}
             results.file(cell).parent.mkdir(parents=True, exist_ok=True)
             results.file(cell).write_text(json.dumps(text))
-    return found, results
+    return study, results

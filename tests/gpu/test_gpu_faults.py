@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 import adclr as package
 from adclr.config.sections import build
 from adclr.config.settings import Settings
-from adclr.report import health
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, launch, replay, schedules
 from adclr.training.checkpoint_writer import Writer
+from adclr.training.health import measure_health
 from adclr.training.meter import Meter
 from adclr.training.step import Step
 from tiny import TINY
@@ -131,15 +131,15 @@ def test_a_void_step_leaves_all_as_it_was(record: bool, where: str) -> None:
 def test_looking_costs_little_and_agrees_with_a_cpu() -> None:
     settings, method, _ = made()
     _, views = default_views(64, CUDA, num_prototypes=4096)
-    found = health.measure(method, views, 0.04, torch.bfloat16)
+    found = measure_health(method, views, 0.04, torch.bfloat16)
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(5):
-        health.measure(method, views, 0.04, torch.bfloat16)
+        measure_health(method, views, 0.04, torch.bfloat16)
     milliseconds = (time.perf_counter() - started) / 5 * 1000
     print(f"a look takes {milliseconds:.1f} ms")
     assert milliseconds < 200
-    there = health.measure(job.build(settings), views.map(torch.Tensor.cpu), 0.04, None)
+    there = measure_health(job.build(settings), views.map(torch.Tensor.cpu), 0.04, None)
     for name in ("target_entropy", "deviation_cls", "rank_cls", "rank_patches", "deviation_queries"):
         assert found[name] == pytest.approx(there[name], rel=0.1), name
 

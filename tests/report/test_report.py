@@ -21,9 +21,12 @@ from adclr import report
 from adclr.config.sections import UserError
 from adclr.data.sources import ImageFolder
 from adclr.features import analysis
-from adclr.report import charts, measures, page, story
+from adclr.report import charts
 from adclr.report import live as live_module
-from adclr.report.live import Live, choose
+from adclr.report.live import Live, choose_images
+from adclr.report.metrics import describe_status
+from adclr.report.page import format_duration, render_page
+from adclr.report.record import read_record
 from adclr.system.runs import Run
 from adclr.training import launch, loop
 from adclr.weights.backbone import load_weights
@@ -91,16 +94,16 @@ def test_a_run_writes_its_own_page_with_pictures_over_time(run: Path) -> None:
     assert all(link.startswith("data:image/jpeg;base64,") for link in reader.links)  # nothing from anywhere
     assert "default-src 'none'" in text
     for name in (
-        "loss",
-        "global loss",
-        "query loss",
+        "Loss",
+        "Global loss",
+        "Query loss",
         "kNN accuracy",
-        "entropy of the targets",
-        "directions of [CLS]",
-        "images per second",
+        "Entropy of targets",
+        "Effective rank of [CLS]",
+        "Images per second",
     ):
         assert f"<b>{name}" in text
-    assert "masked loss" not in text  # it was not used
+    assert "Masked loss" not in text  # it was not used
     assert ">finished<" in text
     assert "method.head_hidden_dim" in text
     assert text.count("data:image") == len(reader.links)
@@ -125,7 +128,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     out = report.run([str(run), str(other)], tmp_path / "both.html")
     text = out.read_text()
     read(text)
-    table = text.split("What differs in the settings")[1].split("</section>")[0]
+    table = text.split("Differences in settings")[1].split("</section>")[0]
     assert re.findall(r"<code>([\w.]+)</code></td><td>(\w+)</td><td>(\w+)<", table) == [("views.num_queries", "2", "0")]
     assert text.count('data-name="second"') == text.count('data-name="first"') > 5
     with pytest.raises(UserError, match="say where it goes with --out"):
@@ -161,8 +164,8 @@ def test_a_page_of_ten_thousand_lines_is_small(long: Path) -> None:
     out = report.run([str(long)], None)
     assert out.stat().st_size < 5_000_000
     text = out.read_text()
-    assert max(len(points.split()) for points in re.findall(r'points="([^"]+)"', text)) <= charts.MOST_POINTS
-    assert "measure 19" in text  # a measure that has no words is drawn all the same
+    assert max(len(points.split()) for points in re.findall(r'points="([^"]+)"', text)) <= charts.MAX_POINTS
+    assert "measure 19" in text  # a metric that has no title is drawn all the same
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)")
@@ -191,31 +194,32 @@ def test_a_page_of_ten_thousand_lines_opens_at_once(long: Path) -> None:
 
 
 def test_healthy_ranges_are_shaded(run: Path) -> None:
-    """Those that the doctor knows: of what depends on the untrained network, and of what does not."""
-    text = page.render([story.read(run)])
+    """Those that depend on the untrained network, and those that do not."""
+    text = render_page([read_record(run)])
     figures = dict(re.findall(r'<figure class="chart"><figcaption><b>([^<]+)</b>(.*?)</figure>', text, re.DOTALL))
-    looks = story.read(run).looks[0]
+    untrained = read_record(run).health_rows[0]
+    kl = max(3e-4, 0.02 * untrained["target_kl"])
     for title, healthy in {
-        "what targets tell of an image, nats": f"above {charts.number(max(3e-4, 0.02 * looks['target_kl']))}",
-        "directions of [CLS]": f"above {charts.number(max(1.2, 0.1 * looks['rank_cls']))}",
-        "directions of patches": f"above {charts.number(max(1.2, 0.1 * looks['rank_patches']))}",
-        "directions of queries": f"above {charts.number(max(1.2, 0.1 * looks['rank_queries']))}",
-        "global loss of ln K": "0 to 1",
+        "KL of targets to their mean, nats": f"above {charts.format_number(kl)}",
+        "Effective rank of [CLS]": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_cls']))}",
+        "Effective rank of patches": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_patches']))}",
+        "Effective rank of queries": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_queries']))}",
+        "Global loss / ln K": "0 to 1",
     }.items():
         assert f"healthy {healthy}<" in figures[title], title
         (height,) = re.findall(r'class="band"[^>]* height="([\d.]+)"', figures[title])
         assert float(height) > 10, title  # pixels
-    for title in ("global loss", "query loss"):
+    for title in ("Global loss", "Query loss"):
         assert 'class="level"' in figures[title]
         assert "ln 32: knowing nothing" in figures[title]
-    for title in ("prototypes in use", "entropy of the targets"):  # no range is known
+    for title in ("Prototypes in use", "Entropy of targets"):  # no range is known
         assert 'class="band"' not in figures[title]
 
 
-def test_where_the_time_went_is_said(run: Path) -> None:
-    held = story.read(run)
-    assert all(held.spent[part] > 0 for part in ("looking", "saving", "drawing", "probing"))
-    text = page.render([held])
+def test_the_page_shows_how_the_time_was_spent(run: Path) -> None:
+    record = read_record(run)
+    assert all(record.overheads[part] > 0 for part in ("looking", "saving", "drawing", "probing"))
+    text = render_page([record])
     shown = re.search(r'class="split" role="img" aria-label="([^"]+)"', text)
     assert shown
     shares = [float(share) for share in re.findall(r"([\d.]+)%", shown[1])]
@@ -223,36 +227,36 @@ def test_where_the_time_went_is_said(run: Path) -> None:
     assert sum(shares) == pytest.approx(100, abs=0.5)
 
 
-def test_rows_of_the_film_have_names(run: Path) -> None:
-    text = page.render([story.read(run)])
+def test_rows_of_the_strips_have_names(run: Path) -> None:
+    text = render_page([read_record(run)])
     assert text.count("<span>components</span>") == 3
     with Image.open(run / "pictures/images.jpg") as strip:
         assert f'class="rows" style="height:{strip.height}px"' in text
 
 
-def test_words_of_health_are_said(run: Path, tmp_path: Path) -> None:
-    def words(rows: list[dict[str, object]]) -> str:
-        folder = tmp_path / "said"
+def test_the_status_names_collapses_scores_and_void_steps(run: Path, tmp_path: Path) -> None:
+    def status(rows: list[dict[str, object]]) -> str:
+        folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         shutil.copy(run / "settings.yaml", folder)
         (folder / "metrics.jsonl").write_text(
             "".join(json.dumps({"step": n} | row) + "\n" for n, row in enumerate(rows))
         )
-        return " ".join(word.text for word in measures.verdict(story.read(folder)))
+        return " ".join(statement.text for statement in describe_status(read_record(folder)))
 
-    def looks(kl: float, entropy: float = 0.9, rank: float = 8.0) -> dict[str, object]:
+    def measures(kl: float, entropy: float = 0.9, rank: float = 8.0) -> dict[str, object]:
         return {"target_kl": kl, "target_entropy": entropy, "rank_cls": rank}
 
-    assert "Uniform collapse" in words([looks(0.2), *[looks(1e-5, 0.99)] * 3])
-    assert "Constant collapse" in words([looks(0.2), *[looks(1e-5, 0.01)] * 3])
-    assert "Dimensional collapse" in words([looks(0.2), *[looks(0.2, rank=1.0)] * 3])
-    assert "does not collapse" in words([looks(0.2)] * 4)
-    assert words([looks(1e-5)]) == ""  # too early to say
-    assert "no sign that it has learned" in words([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
-    assert "had been 50.0 %" in words([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
-    assert "3 steps were void" in words([{"voided_steps": 3}])
-    assert "it collapses" in words([{"health": "it collapses"}, {"health": "it collapses"}])
+    assert "Uniform collapse" in status([measures(0.2), *[measures(1e-5, 0.99)] * 3])
+    assert "Constant collapse" in status([measures(0.2), *[measures(1e-5, 0.01)] * 3])
+    assert "Dimensional collapse" in status([measures(0.2), *[measures(0.2, rank=1.0)] * 3])
+    assert "does not collapse" in status([measures(0.2)] * 4)
+    assert status([measures(1e-5)]) == ""  # too early to say
+    assert "no sign that it has learned" in status([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
+    assert "had been 50.0 %" in status([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
+    assert "3 steps were void" in status([{"voided_steps": 3}])
+    assert "it collapses" in status([{"health": "it collapses"}, {"health": "it collapses"}])
 
 
 def test_damaged_and_hostile_files_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
@@ -291,8 +295,8 @@ def test_pictures_of_a_run_that_starts_anew_or_goes_on(run: Path, images: Path, 
     shutil.copytree(run, copy)
     weights = load_weights(copy)
     source = ImageFolder(images / "train")
-    chosen = choose(source, weights)
-    assert [seen.name for seen, _ in chosen] == [seen.name for seen, _ in choose(source, weights)]
+    chosen = choose_images(source, weights)
+    assert [seen.name for seen, _ in chosen] == [seen.name for seen, _ in choose_images(source, weights)]
     assert all(seen.pixels.shape == (3, 32, 32) for seen, _ in chosen)
     before = {path.name: path.read_bytes() for path in (copy / "pictures").iterdir()}
     live = Live(Run(copy), weights, source, 8)
@@ -317,70 +321,72 @@ def test_a_disk_that_fails_stops_no_training(
 
 def test_ticks_are_round_and_cover_the_range() -> None:
     for low, high in ((0, 1), (0.0123, 0.0456), (-3, 17), (99.5, 100.5), (1e-7, 3e-7), (0, 123456)):
-        found = charts.ticks(low, high)
-        assert 3 <= len(found) <= 8
-        assert low - 1e-9 <= found[0]
-        assert found[-1] <= high + 1e-9 * abs(high)
-        steps = {round((b - a) / (found[1] - found[0]), 6) for a, b in pairwise(found)}
+        ticks = charts.Axis(low, high, 0, 1).ticks()
+        assert 3 <= len(ticks) <= 8
+        assert low - 1e-9 <= ticks[0]
+        assert ticks[-1] <= high + 1e-9 * abs(high)
+        steps = {round((b - a) / (ticks[1] - ticks[0]), 6) for a, b in pairwise(ticks)}
         assert steps == {1.0}
-    assert charts.ticks(2, 2) == [2]
+    assert charts.Axis(2, 2, 0, 1).ticks() == [2]
 
 
-def test_thinning_keeps_the_mean_and_shows_no_spike_at_the_end() -> None:
+def test_averages_of_points_keep_the_mean_and_show_no_spike_at_the_end() -> None:
     for count in (101, 150, 4999, 5000, 5001):
         points = [(float(n), float(n % 7)) for n in range(count - 1)] + [(float(count - 1), 100.0)]
-        found = charts.thinned(points, 100)
-        assert len(found) == 100
-        assert found[-1][0] == pytest.approx(count, rel=0.02)
-        assert sum(y for _, y in found) / len(found) == pytest.approx(sum(y for _, y in points) / count, abs=0.5)
-        assert found[-1][1] <= 100 / (count // 100) + 6  # the last point is a mean as all the others are
-    assert charts.thinned(points[:50], 100) == points[:50]
+        averages = charts.average_points(points, 100)
+        assert len(averages) == 100
+        assert averages[-1][0] == pytest.approx(count, rel=0.02)
+        assert sum(y for _, y in averages) / len(averages) == pytest.approx(sum(y for _, y in points) / count, abs=0.5)
+        assert averages[-1][1] <= 100 / (count // 100) + 6  # the last point is a mean as all the others are
+    assert charts.average_points(points[:50], 100) == points[:50]
 
 
-def test_components_keep_their_colours_from_moment_to_moment(
+def test_components_keep_their_colors_from_moment_to_moment(
     run: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = load_weights(run)
-    chosen = choose(ImageFolder(images / "train"), weights)
-    first = live_module.strip(weights, chosen)
+    chosen = choose_images(ImageFolder(images / "train"), weights)
+    first = live_module.draw_strip(weights, chosen)
     basis = analysis.basis
 
     def turned(features: torch.Tensor) -> analysis.Basis:
         """As good a basis: another order, other signs."""
-        found = basis(features)
+        original = basis(features)
         swap, signs = [2, 0, 1], torch.tensor([1.0, -1.0, -1.0])
-        directions = (found.directions * signs[:, None])[swap]
-        low, high = np.percentile(((features.double() - found.mean) @ directions.T).numpy(), (1, 99), axis=0)
-        return analysis.Basis(found.mean, directions, low, high, found.explained[swap])
+        directions = (original.directions * signs[:, None])[swap]
+        low, high = np.percentile(((features.double() - original.mean) @ directions.T).numpy(), (1, 99), axis=0)
+        return analysis.Basis(original.mean, directions, low, high, original.explained[swap])
 
     monkeypatch.setattr(analysis, "basis", turned)
 
-    def away(found: Image.Image) -> float:
-        return float(np.abs(np.asarray(found, np.float64) - np.asarray(first, np.float64)).mean())
+    def distance(strip: Image.Image) -> float:
+        return float(np.abs(np.asarray(strip, np.float64) - np.asarray(first, np.float64)).mean())
 
-    assert away(live_module.strip(weights, chosen)) > 10
-    assert away(live_module.strip(weights, chosen, first)) < 0.01
-    assert away(live_module.strip(weights, chosen, first.resize((10, 10)))) > 10  # not a strip of these
+    assert distance(live_module.draw_strip(weights, chosen)) > 10
+    assert distance(live_module.draw_strip(weights, chosen, first)) < 0.01
+    assert distance(live_module.draw_strip(weights, chosen, first.resize((10, 10)))) > 10  # not a strip of these
 
 
-def test_the_strip_before_is_found_on_the_disk(tmp_path: Path) -> None:
-    assert live_module.last_strip(tmp_path / "nowhere", 5) is None
-    for step, colour in ((2, "red"), (10, "blue"), (30, "lime")):
-        Image.new("RGB", (8, 8), colour).save(tmp_path / f"step_{step}.jpg")
-    found = live_module.last_strip(tmp_path, 30)
-    assert found is not None
-    assert found.getpixel((4, 4))[2] > 200  # type: ignore[index]
-    assert live_module.last_strip(tmp_path, 2) is None
+def test_the_previous_strip_is_read_from_disk(tmp_path: Path) -> None:
+    assert live_module.read_last_strip(tmp_path / "nowhere", 5) is None
+    for step, color in ((2, "red"), (10, "blue"), (30, "lime")):
+        Image.new("RGB", (8, 8), color).save(tmp_path / f"step_{step}.jpg")
+    strip = live_module.read_last_strip(tmp_path, 30)
+    assert strip is not None
+    assert strip.getpixel((4, 4))[2] > 200  # type: ignore[index]
+    assert live_module.read_last_strip(tmp_path, 2) is None
     (tmp_path / "step_20.jpg").write_bytes(b"broken")
-    assert live_module.last_strip(tmp_path, 30) is None
+    assert live_module.read_last_strip(tmp_path, 30) is None
 
 
 def test_a_chart_of_little_is_a_chart() -> None:
-    assert charts.chart("x", [charts.Line("a", [])]) == ""
+    assert charts.layout_chart("x", [charts.Line("a", [])]) is None
+    macros = charts.TEMPLATES.get_template("report/chart.html.j2").module
     for points in ([(0.0, 0.0)], [(0.0, 5.0), (1.0, 5.0)], [(0.0, -1e-12), (1.0, 1e29)]):
-        text = charts.chart("x", [charts.Line("a", points)], band=charts.Band(0.1, 0.9), floor=0)
+        chart = charts.layout_chart("x", [charts.Line("a", points)], band=charts.Band(0.1, 0.9), floor=0)
+        text = str(macros.draw_chart(chart))  # type: ignore[attr-defined]
         assert "nan" not in text
         assert "inf" not in text
         read(text)
-    assert page.duration(3725) == "1 h 02 min"
-    assert page.duration(65) == "1 min 5 s"
+    assert format_duration(3725) == "1 h 02 min"
+    assert format_duration(65) == "1 min 5 s"

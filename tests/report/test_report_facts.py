@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from adclr.report import measures, page, story
+from adclr.report.metrics import describe_status
+from adclr.report.page import render_page
+from adclr.report.record import read_record
 from adclr.training import launch, loop
 from adclr.training.journal import Journal
 from tiny import TINY
@@ -56,14 +58,14 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     short = {"train.epochs": 7, "train.report": False}
     loop.run(launch.prepare(images / "train", whole, None, SPARSE | short))
-    assert [look["step"] for look in story.read(whole).looks] == [10, 28]
-    words = [word.text for word in measures.verdict(story.read(whole))]
-    assert any("No sign of a collapse in 2 measures" in text for text in words)
+    assert [row["step"] for row in read_record(whole).health_rows] == [10, 28]
+    texts = [statement.text for statement in describe_status(read_record(whole))]
+    assert any("No sign of a collapse in 2 measures" in text for text in texts)
 
     train_and_stop(images, parts, 17, monkeypatch, **short)
-    stopped = story.read(parts)
-    assert ([look["step"] for look in stopped.looks], stopped.state) == ([10, 17], "stopped")
-    assert any("No sign of a collapse" in word.text for word in measures.verdict(stopped))
+    stopped = read_record(parts)
+    assert ([row["step"] for row in stopped.health_rows], stopped.state) == ([10, 17], "stopped")
+    assert any("No sign of a collapse" in statement.text for statement in describe_status(stopped))
     loop.run(launch.prepare(images / "train", parts, None, SPARSE | short))
     assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
 
@@ -71,15 +73,15 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
 def test_few_measures_can_say_that_it_collapses(tmp_path: Path) -> None:
     rows = [{"step": 10, "target_kl": 0.2, "target_entropy": 0.9}, {"step": 40, "target_kl": 1e-5, "target_entropy": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (word,) = measures.verdict(story.read(tmp_path))
-    assert not word.good
-    assert word.text.startswith("Uniform collapse, by 2 measures")
+    (statement,) = describe_status(read_record(tmp_path))
+    assert not statement.good
+    assert statement.text.startswith("Uniform collapse, by 2 measures")
 
 
 def evaluated(run: Path, name: str, file: str, scores: dict[str, float], **settings: object) -> None:
     (run / "evals" / name).mkdir(parents=True, exist_ok=True)
-    held = {"scores": scores, "settings": {"data": "/data/camvid"} | settings, "provenance": {"started": file}}
-    (run / "evals" / name / f"{file}.json").write_text(json.dumps(held))
+    content = {"scores": scores, "settings": {"data": "/data/camvid"} | settings, "provenance": {"started": file}}
+    (run / "evals" / name / f"{file}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_evaluations_of_one_name_are_told_apart(run: Path) -> None:
     evaluated(run, "segmentation", "1", {"segmentation_miou": 15.3, "num_steps": 500.0}, head="linear", steps=500)
     evaluated(run, "segmentation", "2", {"segmentation_miou": 30.6, "num_steps": 486.0}, head="fpn", minutes=0.5)
     evaluated(run, "segmentation", "3", {"segmentation_miou": 32.9, "num_steps": 40_000.0}, head="upernet", size=352)
-    section = page.render([story.read(run)]).split('id="evaluations"')[1].split("</section>")[0]
+    section = render_page([read_record(run)]).split('id="evaluations"')[1].split("</section>")[0]
     rows = [re.sub(r"<[^>]+>", " ", row) for row in section.split("<tr>")[2:]]
     for row, words in zip(
         rows,
@@ -105,11 +107,11 @@ def test_evaluations_of_one_name_are_told_apart(run: Path) -> None:
 
 
 def test_the_tile_has_the_knn_of_an_evaluation_where_no_probe_was(run: Path) -> None:
-    assert tiles(page.render([story.read(run)]))["kNN"] == "–"
+    assert tiles(render_page([read_record(run)]))["kNN"] == "–"
     evaluated(run, "knn", "2026-01-02", {"knn_top1": 43.25}, weights=str(run))
     evaluated(run, "knn", "2026-01-01", {"knn_top1": 40.0}, weights=str(run))
     evaluated(run, "knn", "2026-01-03", {"knn_top1": 9.0}, weights=str(run), from_scratch=True)
-    assert tiles(page.render([story.read(run)]))["kNN"] == "43.2 %"  # the newest, and never the control
+    assert tiles(render_page([read_record(run)]))["kNN"] == "43.2 %"  # the newest, and never the control
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 8, "epoch": 2.0, "knn_top1": 50.0}\n')
-    assert tiles(page.render([story.read(run)]))["kNN"] == "50.0 %"
+    assert tiles(render_page([read_record(run)]))["kNN"] == "50.0 %"

@@ -14,18 +14,18 @@ from scipy import stats
 
 from adclr.config.sections import UserError
 from adclr.study import figure, table
-from adclr.study.outline import read
+from adclr.study.outline import read_study
 from adclr.study.table import Sample
-from studied import KNN, kept, study
+from studied import KNN, store_results, study
 
 
 def test_means_deviations_and_intervals() -> None:
-    own, control = Sample({0: 71.0, 1: 73.0, 2: 75.0, 9: 1.0}), Sample({0: 70.0, 1: 70.0, 2: 73.0})
-    apart = own.minus(control)  # 1, 3, 2 of the seeds that both have
-    assert dict(apart.by_seed) == {0: 1.0, 1: 3.0, 2: 2.0}
-    assert (apart.mean, apart.deviation) == (2.0, 1.0)
+    scores, control = Sample({0: 71.0, 1: 73.0, 2: 75.0, 9: 1.0}), Sample({0: 70.0, 1: 70.0, 2: 73.0})
+    difference = scores.minus(control)  # 1, 3, 2 of the seeds that both have
+    assert dict(difference.by_seed) == {0: 1.0, 1: 3.0, 2: 2.0}
+    assert (difference.mean, difference.deviation) == (2.0, 1.0)
     low, high = stats.t.interval(0.95, 2, loc=2.0, scale=1 / 3**0.5)
-    half = apart.half_width()
+    half = difference.half_width()
     assert half is not None
     assert (2 - half, 2 + half) == pytest.approx((low, high), abs=1e-3)
     assert Sample({4: 1.0}).half_width() is None
@@ -33,8 +33,9 @@ def test_means_deviations_and_intervals() -> None:
 
 
 def test_quantiles_are_students() -> None:
-    assert pytest.approx([stats.t.ppf(0.975, n) for n in range(1, len(table.T) + 1)], abs=6e-4) == table.T
-    assert pytest.approx(stats.t.ppf(0.975, len(table.T) + 4), abs=0.02) == table.T_LATER
+    count = len(table.T_QUANTILES)
+    assert pytest.approx([stats.t.ppf(0.975, n) for n in range(1, count + 1)], abs=6e-4) == table.T_QUANTILES
+    assert pytest.approx(stats.t.ppf(0.975, count + 4), abs=0.02) == table.T_QUANTILE_BEYOND
 
 
 def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> None:
@@ -42,42 +43,46 @@ def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> Non
     grid = {"views.num_queries": [10, 0]}
     file = study(tmp_path, grid=grid, seeds=[0, 1], control="num_queries=0", evaluations={"kNN": KNN, "rank": rank})
     scores = {("num_queries=10", 0): 50.0, ("num_queries=10", 1): 54.0, ("num_queries=0", 0): 49.0}
-    found, results = kept(tmp_path / "results", file, scores)
-    rows = table.collect(found, results)
-    text = table.page(found, results, rows, None)
+    parsed, results = store_results(tmp_path / "results", file, scores)
+    rows = table.collect_rows(parsed, results)
+    text = table.render_page(parsed, results, rows, None)
     lines = text.splitlines()
     assert "**1 of 4 runs are missing: num_queries=0, seed 1.**" in lines
     assert "| num_queries=0 (control) | 49.0 | 7.00 | 2.0 | 3.5 | 100 | 1 |" in lines
     assert "| num_queries=10 | 52.0 ± 2.8 | 7.00 ± 0.00 | 2.0 | 3.5 | 100 | 2 |" in lines
     assert "| num_queries=10 | +1.0 | +0.00 |" in lines  # of the one seed that both have
     assert "`knn_top1_k3` of `adclr evaluate knn` on photos" in text
-    told = table.numbers(rows, "num_queries=0")
-    assert told["num_queries=10"]["kNN"]["difference"]["by_seed"] == {0: 1.0}
-    json.dumps(told)
+    summary = table.summarize(rows, "num_queries=0")
+    assert summary["num_queries=10"]["kNN"]["difference"]["by_seed"] == {0: 1.0}
+    json.dumps(summary)
 
 
 def test_the_page_says_where_and_with_what_it_was_trained(tmp_path: Path) -> None:
-    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1]), {("demo", 0): 50.0, ("demo", 1): 52.0})
+    parsed, results = store_results(
+        tmp_path / "results", study(tmp_path, seeds=[0, 1]), {("demo", 0): 50.0, ("demo", 1): 52.0}
+    )
 
-    def told(*commits: str | None) -> str:
-        for cell, commit in zip(found.cells, commits, strict=True):
+    def page(*commits: str | None) -> str:
+        for cell, commit in zip(parsed.cells, commits, strict=True):
             start = {"device": "NVIDIA H200", "started": "2026-11-16T02:35:20+0000", "commit": commit}
             text = json.loads(results.file(cell).read_text()) | {"provenance": [start]}
             results.file(cell).write_text(json.dumps(text))
-        return table.page(found, results, table.collect(found, results), None)
+        return table.render_page(parsed, results, table.collect_rows(parsed, results), None)
 
-    assert "Trained on NVIDIA H200; 2026-11-16; commit 0123456+, 89abcde. " in told("0123456789+", "89abcdef01")
-    assert "2026-11-16; commit 89abcde. " in told(None, "89abcdef01")  # one of them where there was no git
-    assert "2026-11-16; commit not recorded. " in told(None, None)
-    assert "Minutes and images/s are of each run as it was made" in told(None, None)  # others may have shared its GPU
+    assert "Trained on NVIDIA H200; 2026-11-16; commit 0123456+, 89abcde. " in page("0123456789+", "89abcdef01")
+    assert "2026-11-16; commit 89abcde. " in page(None, "89abcdef01")  # one of them where there was no git
+    assert "2026-11-16; commit not recorded. " in page(None, None)
+    assert "Minutes and images/s are of each run as it was made" in page(None, None)  # others may have shared its GPU
 
 
 def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:
     file = study(tmp_path, seeds=[0, 1])
-    kept(tmp_path / "results", file, {("demo", 0): 50.0, ("demo", 1): 52.0})
+    store_results(tmp_path / "results", file, {("demo", 0): 50.0, ("demo", 1): 52.0})
     other = KNN | {"data": "flowers"}
-    found, results = kept(tmp_path / "results", study(tmp_path, seeds=[0, 1], evaluations={"a": KNN, "b": other}), {})
-    lines = table.page(found, results, table.collect(found, results), None).splitlines()
+    parsed, results = store_results(
+        tmp_path / "results", study(tmp_path, seeds=[0, 1], evaluations={"a": KNN, "b": other}), {}
+    )
+    lines = table.render_page(parsed, results, table.collect_rows(parsed, results), None).splitlines()
     assert "**Not scored yet: b of 2 runs.**" in lines
     assert "|  | a | minutes | GiB | images/s | seeds |" in lines
     assert not any("runs are missing" in line for line in lines)
@@ -85,20 +90,20 @@ def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:
 
 def test_a_score_that_does_not_exist_is_named(tmp_path: Path) -> None:
     file = study(tmp_path, evaluations={"kNN": KNN | {"score": "top1"}})
-    found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
+    parsed, results = store_results(tmp_path / "results", file, {("demo", 0): 50.0})
     with pytest.raises(UserError, match="knn has no score 'top1'; it has: knn_top1_k3, knn_train"):
-        table.collect(found, results)
+        table.collect_rows(parsed, results)
 
 
 def test_a_number_of_the_training_that_no_run_wrote_is_named(tmp_path: Path) -> None:
     """Once all are there: those that are missing may be the ones that write it."""
     rank = {"name": "training", "score": "rank_clss"}
     file = study(tmp_path, seeds=[0, 1], evaluations={"rank": rank})
-    found, results = kept(tmp_path / "results", file, {("demo", 0): 50.0})
-    table.collect(found, results)
-    found, results = kept(tmp_path / "results", file, {("demo", 1): 50.0})
+    parsed, results = store_results(tmp_path / "results", file, {("demo", 0): 50.0})
+    table.collect_rows(parsed, results)
+    parsed, results = store_results(tmp_path / "results", file, {("demo", 1): 50.0})
     with pytest.raises(UserError, match=r"no run has written a number 'rank_clss'; there are: .*rank_cls"):
-        table.collect(found, results)
+        table.collect_rows(parsed, results)
 
 
 @pytest.mark.parametrize("with_grid", [False, True])
@@ -106,10 +111,10 @@ def test_the_figure_has_a_dot_for_each_seed(tmp_path: Path, with_grid: bool) -> 
     arms = {"one & all": None, "<two>": {"settings": {"query_keys": "all"}}}
     grid = {"views.num_queries": [1, 5]} if with_grid else {}
     file = study(tmp_path, arms=arms, grid=grid, seeds=[0, 1])
-    labels = read(file).labels
+    labels = read_study(file).labels
     scores = {(label, seed): 40.0 + 10 * n + seed for n, label in enumerate(labels) for seed in (0, 1)}
-    found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
+    parsed, results = store_results(tmp_path / "results", file, scores)
+    text = figure.draw_figure(parsed, table.collect_rows(parsed, results))
     assert text is not None
     root = ET.fromstring(text)
     dots = [node for node in root.iter("{http://www.w3.org/2000/svg}circle") if node.get("r") == "3"]
@@ -127,12 +132,12 @@ def test_an_arm_without_runs_is_not_in_the_figure(tmp_path: Path, with_grid: boo
     arms = {"made": None, "half made": {"settings": {"momentum": 0.97}}, "to be made": {"settings": {"momentum": 0.9}}}
     grid = {"views.num_queries": [1, 5]} if with_grid else {}
     file = study(tmp_path, arms=arms, grid=grid)
-    labels = read(file).labels
+    labels = read_study(file).labels
     scores = {(label, 0): 40.0 for label in labels if label.startswith("made")} | {
         (next(label for label in labels if label.startswith("half made")), 0): 50.0
     }
-    found, results = kept(tmp_path / "results", file, scores)
-    text = figure.draw(found, table.collect(found, results))
+    parsed, results = store_results(tmp_path / "results", file, scores)
+    text = figure.draw_figure(parsed, table.collect_rows(parsed, results))
     assert text is not None
     shown = {node.text for node in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
     assert {"made", "half made"} <= shown
@@ -153,8 +158,8 @@ def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
         changes = {"grid": {"views.num_queries": [0, 1, 2, 5, 10, 15]}, "control": "num_queries=10"}
     ranked = {"kNN %": KNN, "rank": {"name": "training", "score": "rank_cls"}}
     file = study(tmp_path, title="A title of some length", evaluations=ranked, **changes)
-    found, results = kept(tmp_path / "results", file, {(label, 0): 50.0 for label in read(file).labels})
-    text = figure.draw(found, table.collect(found, results))
+    parsed, results = store_results(tmp_path / "results", file, {(label, 0): 50.0 for label in read_study(file).labels})
+    text = figure.draw_figure(parsed, table.collect_rows(parsed, results))
     assert text is not None
     root = ET.fromstring(text)
     boxes: list[tuple[float, float, float, float]] = []
@@ -180,17 +185,17 @@ def test_names_in_the_figure_have_room(tmp_path: Path, kind: str) -> None:
 
 
 def test_no_figure_of_nothing(tmp_path: Path) -> None:
-    found, results = kept(tmp_path / "results", study(tmp_path), {})
-    assert figure.draw(found, table.collect(found, results)) is None
+    parsed, results = store_results(tmp_path / "results", study(tmp_path), {})
+    assert figure.draw_figure(parsed, table.collect_rows(parsed, results)) is None
 
 
 def test_results_that_are_told_are_those_of_the_studies() -> None:
     """Every row of docs/results.md is one of studies/results, and every figure it shows is there."""
     root = Path(__file__).parents[2]
-    made = {line for page in (root / "studies/results").glob("*.md") for line in page.read_text().splitlines()}
-    told = (root / "docs/results.md").read_text(encoding="utf-8")
-    rows = [line for line in told.splitlines() if line.startswith("|")]
+    written = {line for page in (root / "studies/results").glob("*.md") for line in page.read_text().splitlines()}
+    text = (root / "docs/results.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) > 10
-    assert [row for row in rows if row not in made] == []
-    for place in re.findall(r"\]\(([\w./]+)\)", told):
-        assert (root / "docs" / place).exists(), place
+    assert [row for row in rows if row not in written] == []
+    for link in re.findall(r"\]\(([\w./]+)\)", text):
+        assert (root / "docs" / link).exists(), link

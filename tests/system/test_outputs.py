@@ -22,7 +22,7 @@ from adclr.system import outputs
 from adclr.system.runs import Run
 from adclr.weights import snapshot
 from adclr.weights.backbone import architecture, save_backbone
-from studied import kept, study
+from studied import store_results, study
 from tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +72,7 @@ def command(
     }[name]
     if name == "study":
         file = study(tmp_path / "studies", arms={"a": None, "b": {"settings": {"depth": 1}}})
-        kept(tmp_path, file, {("a", 0): 50.0, ("b", 0): 60.0})
+        store_results(tmp_path, file, {("a", 0): 50.0, ("b", 0): 60.0})
         arguments[1] = file
     return (lambda *more: cli.main([*map(str, arguments), *more])), files
 

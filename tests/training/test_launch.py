@@ -14,7 +14,7 @@ from adclr import cli
 from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.study import outline
+from adclr.study.outline import read_study
 from adclr.system.runs import Run
 from adclr.training import launch
 from studied import study
@@ -77,9 +77,9 @@ def test_recipes_are_left_as_they_are(name: str) -> None:
 
 def test_a_study_and_its_runs_scale_alike(tmp_path: Path) -> None:
     file = study(tmp_path, recipe="adclr_small", settings={"train.epochs": 4})
-    (cell,) = outline.read(file).cells
+    (cell,) = read_study(file).cells
     assert lengths(cell.settings) == (0.2, 0.6, 1)
-    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.said)) == lengths(cell.settings)
+    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
 
 
 def test_a_run_from_before_lengths_were_scaled_is_resumed(images: Path, tmp_path: Path) -> None:

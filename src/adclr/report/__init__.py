@@ -1,4 +1,4 @@
-"""`adclr report`: one page about a run, or about several, that needs no network and nothing beside it."""
+"""Reports on runs: `adclr report` writes one self-contained HTML page on one or several runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from adclr.config.sections import UserError
-from adclr.report import story
-from adclr.report.page import render
+from adclr.report.page import render_page
+from adclr.report.record import read_record
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically
 
@@ -16,21 +16,15 @@ FILE = "report.html"
 
 
 def run(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
-    """Writes the page: beside a single run, or where it is asked for."""
+    """Write the page and return its path: `out`, by default report.html in the directory of a single run."""
     if out is None:
         if len(runs) > 1:
             raise UserError("a report of several runs belongs to none of them; say where it goes with --out FILE")
         out = Path(runs[0]) / FILE
     check_writable(out)
     outputs.check("report", [out], overwrite)
-    stories = [story.read(path) for path in runs]
-    write_atomically(out, render(_named_apart(stories)).encode(errors="backslashreplace"), durable=False)
+    records = [read_record(path) for path in runs]
+    if len({record.name for record in records}) < len(records):  # tell them apart by their paths
+        records = [replace(record, name=str(record.path)) for record in records]
+    write_atomically(out, render_page(records).encode(errors="backslashreplace"), durable=False)
     return out
-
-
-def _named_apart(stories: list[story.Story]) -> list[story.Story]:
-    """Runs whose folders have the same name are told apart by their whole paths."""
-    names = [one.name for one in stories]
-    if len(set(names)) == len(names):
-        return stories
-    return [replace(one, name=str(one.path)) for one in stories]

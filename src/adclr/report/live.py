@@ -1,4 +1,4 @@
-"""While a run trains: pictures of the same few images at set moments, and the page, written anew every minute."""
+"""The report of a run that is training: pictures of the same few images after some steps, and the page every minute."""
 
 from __future__ import annotations
 
@@ -19,55 +19,57 @@ from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
 from adclr.features import analysis, pictures
 from adclr.features.analysis import Box, Floats, Grid, Seen
-from adclr.report.story import PICTURES, read_moments
+from adclr.report.record import PICTURE_FOLDER, list_strips
 from adclr.system.files import write_atomically
 from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.weights.backbone import Weights
 
-MOMENTS = (0.0, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)  # of the training; more is learned early than late
-IMAGES = 3
-TRIED = 20  # images that may be unreadable before there are no pictures
+PICTURE_TIMES = (0.0, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)  # of the training; more is learned early than late
+NUM_IMAGES = 3
+MAX_TRIED = 20  # images read to get NUM_IMAGES readable ones
 CELL, GAP = 104, 4  # pixels
-SECONDS = 60.0  # between pages: one takes 0.1 s
+PAGE_SECONDS = 60.0  # between pages: one takes 0.1 s
 
 
 class Live:
-    """`live(step)` after each step; nothing of it, and no fault of the disk, stops or changes the training."""
+    """Keeps pictures and page up to date: `live(step)` after each step. No disk error stops or changes the training."""
 
     def __init__(self, run: Run, weights: Weights, source: Source, total_steps: int) -> None:
         self.run, self.weights = run, weights
-        self.moments = moments(total_steps)
-        self.seen = choose(source, weights) if weights.vit.query_keys != "all" else []
-        self.written = time.monotonic()
+        self.folder = run.path / PICTURE_FOLDER
+        self.steps = moments(total_steps)
+        self.images = choose_images(source, weights) if weights.vit.query_keys != "all" else []
+        self.page_time = time.monotonic()
         self.failed = False
 
     def begin(self, step: int) -> None:
-        """At the start, or where the run is resumed: pictures of later steps belong to what is done again."""
-        folder = self.run.path / PICTURES
+        """Start at step 0, or at the step of a resume: pictures of earlier steps are kept."""
         if step == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._try(lambda: self._first(folder))
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.images:
+            self._try(lambda: _save(self.folder / "images.jpg", draw_images(self.images)))
         self(step)
 
-    def _first(self, folder: Path) -> None:
-        if self.seen:
-            _save(folder / "images.jpg", originals(self.seen))
-
     def __call__(self, step: int) -> None:
-        due = step in self.moments and self.seen
-        if due:
-            folder = self.run.path / PICTURES
-            before = last_strip(folder, step)
-            self._try(lambda: _save(folder / f"step_{step}.jpg", strip(self.weights, self.seen, before)))
-        if due or time.monotonic() - self.written > SECONDS:
+        """Draw pictures if they are due after this step, and write the page if it is."""
+        draw = step in self.steps and bool(self.images)
+        if draw:
+            self._try(lambda: self._draw(step))
+        if draw or time.monotonic() - self.page_time > PAGE_SECONDS:
             self.page()
 
     def page(self) -> None:
+        """Write the page."""
         self._try(lambda: report.run([str(self.run.path)], None))
-        self.written = time.monotonic()
+        self.page_time = time.monotonic()
+
+    def _draw(self, step: int) -> None:
+        strip = draw_strip(self.weights, self.images, read_last_strip(self.folder, step))
+        _save(self.folder / f"step_{step}.jpg", strip)
 
     def _try(self, write: Callable[[], object]) -> None:
+        """Write something; report only the first error."""
         try:
             write()
         except (OSError, UserError) as error:
@@ -77,90 +79,93 @@ class Live:
 
 
 def moments(total_steps: int) -> set[int]:
-    """The steps after which pictures are drawn."""
-    return {round(share * total_steps) for share in MOMENTS}
+    """Return the steps after which pictures are drawn."""
+    return {round(share * total_steps) for share in PICTURE_TIMES}
 
 
-def choose(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:
-    """The readable images of the smallest keys, which hang on nothing but their names, with a query each."""
+def choose_images(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:
+    """Return the readable images of the smallest keys, which depend on their names only, with a query box each."""
     size, patch = 2 * min(weights.vit.input_size), weights.vit.patch_size
-    found: list[tuple[Seen, Box]] = []
-    for index in np.argsort(source.keys, kind="stable")[:TRIED].tolist():
+    images: list[tuple[Seen, Box]] = []
+    for index in np.argsort(source.keys, kind="stable")[:MAX_TRIED].tolist():
         try:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError):
             continue
-        seen = analysis.see(source.paths[index], _square(pixels), size, patch)
-        found.append((seen, analysis.drawn_boxes(seen, int(source.keys[index]), 1)[0]))
-        if len(found) == IMAGES:
+        image = analysis.see(source.paths[index], _crop_square(pixels), size, patch)
+        images.append((image, analysis.drawn_boxes(image, int(source.keys[index]), 1)[0]))
+        if len(images) == NUM_IMAGES:
             break
-    return found
+    return images
 
 
-def _square(pixels: Pixels) -> Pixels:
-    """The middle, so that strips are of one width."""
+def _crop_square(pixels: Pixels) -> Pixels:
+    """Return the center of an image, so that all strips have the same width."""
     height, width = pixels.shape[1:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
     return pixels[:, top : top + side, left : left + side]
 
 
-def originals(chosen: Sequence[tuple[Seen, Box]]) -> Image.Image:
-    """The strip beside which the others stand: each image over the height of its three cells, with its query in one."""
+def draw_images(images: Sequence[tuple[Seen, Box]]) -> Image.Image:
+    """Return the strip of the images themselves: each three times, as high as its maps, the second with its query."""
     cells = []
-    for seen, box in chosen:
-        image = pictures.shown(seen.pixels, CELL)
-        cells += [image, pictures.marked(image, [box]), image]
-    return _stacked(cells)
+    for image, box in images:
+        cell = pictures.shown(image.pixels, CELL)
+        cells += [cell, pictures.marked(cell, [box]), cell]
+    return _stack(cells)
 
 
-def last_strip(folder: Path, step: int) -> Image.Image | None:
-    """The strip drawn last before a step, by this process or by the one that was resumed."""
+def read_last_strip(folder: Path, step: int) -> Image.Image | None:
+    """Read the last strip drawn before a step, be it by this process or by the one that was resumed."""
     try:
-        earlier = [moment for moment in read_moments(folder) if moment.step < step]
-        return Image.open(earlier[-1].file).convert("RGB") if earlier else None
-    except OSError:  # broken, or gone meanwhile
+        earlier = [strip for strip in list_strips(folder) if strip.step < step]
+        return Image.open(earlier[-1].path).convert("RGB") if earlier else None
+    except OSError:  # broken, or deleted meanwhile
         return None
 
 
-def strip(weights: Weights, chosen: Sequence[tuple[Seen, Box]], before: Image.Image | None = None) -> Image.Image:
-    """From top to bottom, of each image: attention of `[CLS]`, of its query, and the components of its patches.
+def draw_strip(
+    weights: Weights, images: Sequence[tuple[Seen, Box]], previous: Image.Image | None = None
+) -> Image.Image:
+    """Return attention of `[CLS]`, attention of its query, and components of its patches, of each image.
 
-    The components have the order and the signs that come nearest to the colours of the strip before."""
-    patches = [analysis.features(weights, seen) for seen, _ in chosen]
-    basis = analysis.basis(torch.cat(patches))
-    if before is not None and before.size == _size(3 * len(chosen)):
-        grids = [seen.grid(weights.vit) for seen, _ in chosen]
-        basis = basis.aligned(torch.cat(patches), np.concatenate(_colours(before, grids)))
+    The components have the order and the signs that come nearest to the colors of the previous strip.
+    """
+    features = [analysis.features(weights, image) for image, _ in images]
+    basis = analysis.basis(torch.cat(features))
+    if previous is not None and previous.size == _strip_size(3 * len(images)):
+        grids = [image.grid(weights.vit) for image, _ in images]
+        basis = basis.aligned(torch.cat(features), np.concatenate(_component_colors(previous, grids)))
     cells = []
-    for (seen, box), part in zip(chosen, patches, strict=True):
-        image, memory = pictures.shown(seen.pixels, CELL), analysis.read(weights, seen)
-        for crops in (None, seen.crop(box, weights.vit.patch_size)[None]):
-            maps, _ = analysis.gaze(weights, seen, memory, crops)
-            cells.append(pictures.attention(image, maps[0, 0]))
-        cells.append(pictures.tinted(image, basis.colours(part).reshape(*seen.grid(weights.vit), 3)))
-    return _stacked(cells)
+    for (image, box), patches in zip(images, features, strict=True):
+        cell, memory = pictures.shown(image.pixels, CELL), analysis.read(weights, image)
+        for crops in (None, image.crop(box, weights.vit.patch_size)[None]):
+            maps, _ = analysis.gaze(weights, image, memory, crops)
+            cells.append(pictures.attention(cell, maps[0, 0]))
+        cells.append(pictures.tinted(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
+    return _stack(cells)
 
 
-def _colours(drawn: Image.Image, grids: Sequence[Grid]) -> list[Floats]:
-    """N×3 of each image: the colours of its patches, as a strip shows them."""
-    found = []
+def _component_colors(strip: Image.Image, grids: Sequence[Grid]) -> list[Floats]:
+    """Return the colors of the patches in a strip, N×3 of each image."""
+    colors = []
     for number, (rows, columns) in enumerate(grids):
         top = (3 * number + 2) * (CELL + GAP)
-        cell = drawn.crop((0, top, CELL, top + CELL)).resize((columns, rows), Image.Resampling.BOX)
-        found.append(np.asarray(cell, np.float32).reshape(-1, 3) / np.float32(255))
-    return found
+        cell = strip.crop((0, top, CELL, top + CELL)).resize((columns, rows), Image.Resampling.BOX)
+        colors.append(np.asarray(cell, np.float32).reshape(-1, 3) / np.float32(255))
+    return colors
 
 
-def _size(cells: int) -> tuple[int, int]:
+def _strip_size(cells: int) -> tuple[int, int]:
     return CELL, cells * (CELL + GAP) - GAP
 
 
-def _stacked(cells: Sequence[Image.Image]) -> Image.Image:
-    found = Image.new("RGB", _size(len(cells)), "grey")  # seen on light and on dark paper
+def _stack(cells: Sequence[Image.Image]) -> Image.Image:
+    strip = Image.new("RGB", _strip_size(len(cells)), "gray")  # visible on light and on dark pages
     for number, cell in enumerate(cells):
-        found.paste(cell, (0, number * (CELL + GAP)))
-    return found
+        strip.paste(cell, (0, number * (CELL + GAP)))
+    return strip
 
 
 def _save(path: Path, image: Image.Image) -> None:

@@ -1,7 +1,7 @@
-"""What a study asks, from its file: which runs, which scores of each. Knows nothing of torch.
+"""A study as its YAML file describes it: its runs, and the scores of each. Imports no torch.
 
     title: Does the weight of the queries matter?
-    data: imagenette/train            # a name; where it lies is said on the command line: imagenette=DIR
+    data: imagenette/train            # a name; the command line gives its folder: imagenette=DIR
     recipe: adclr_small
     settings: {train.epochs: 50}      # of all runs
     arms:                             # kinds of run, by name; each may change settings or the recipe
@@ -14,7 +14,7 @@
       kNN: {name: knn, data: imagenette, score: knn_top1_k20}
       rank: {name: training, score: rank_cls}   # the last one in the run's own metrics.jsonl
 
-A run is known by its settings, whatever study asks for it, so that a control is trained once for all of them.
+The settings of a run identify it, so that studies share their runs: a control is trained once for all of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from adclr.config.sections import Positive, Section, Several, UserError
 from adclr.config.settings import Settings
 from adclr.training import launch
 
-TRAINING = "training"  # in the place of an evaluation: a number of the run itself
-SCENES = "scenes"  # the data set that is built in
-PLACE = re.compile(r"(?:(?P<kind>\w+):)?(?P<name>[\w.-]+)(?P<below>(?:/[\w.-]+)*)")
-OWN = ("data.path", "train.seed")  # settings that a study says in its own words
+TRAINING = "training"  # instead of an evaluation: a number of the run's own metrics
+SCENES = "scenes"  # the built-in data set
+DATA = re.compile(r"(?:(?P<kind>\w+):)?(?P<name>[\w.-]+)(?P<subfolder>(?:/[\w.-]+)*)")  # flowers:NAME/train
+RESERVED = ("data.path", "train.seed")  # settings that a study has keys of its own for
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Evaluation(Section):
+    """A column of the table: an evaluation and one of its scores."""
+
     name: str
     score: str = Field(description="the number of its scores that is shown")
     data: str | None = None
@@ -71,30 +73,34 @@ class Evaluation(Section):
 
     @property
     def key(self) -> str:
-        """By which its scores are found again: a hash, in which settings have the names of version 0.1."""
+        """Return the name of its scores in a result: a hash, in which settings have the names of version 0.1."""
         names = sections.old_names(self.settings_class) if self.name != TRAINING else {}
         settings = {names.get(name, name): value for name, value in self.settings.items()}
-        return digest([self.name, self.data, self.recipe, sorted(settings.items())])
+        return _digest([self.name, self.data, self.recipe, sorted(settings.items())])
 
     def build(self, weights: str, data: str) -> Any:
-        """Its settings."""
+        """Return its settings for weights and data."""
         layers = evals.recipe_of(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
         return sections.build(self.settings_class, *layers)
 
-    def computed(self) -> dict[str, Any]:
-        """All its settings that say what is computed, those at their default too, as JSON has them."""
+    def score_settings(self) -> dict[str, Any]:
+        """Return all settings that can change its scores, also those at their default, as JSON values."""
         settings = self.build("W", "D")
         free, flat = sections.free_settings(type(settings), "study"), sections.flatten(settings.model_dump(mode="json"))
         return {path: value for path, value in flat.items() if path not in free}
 
 
 class Arm(Section):
+    """A kind of run."""
+
     recipe: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
     untrained: bool = Field(False, description="the ViT as it begins, which nothing is trained of")
 
 
 class Outline(Section):
+    """The file of a study."""
+
     title: str
     question: str = ""
     data: str
@@ -113,99 +119,101 @@ class Cell:
     """One run of a study."""
 
     arm: str
-    point: str  # of the grid, in words
-    values: tuple[Any, ...]  # and as it is
+    point: str  # of the grid, as text: num_queries=10
+    values: tuple[Any, ...]  # of that point
     seed: int
     recipe: str
-    said: Mapping[str, Any]  # settings on top of the recipe, by full name
-    settings: Settings  # with a data set's name for its path
+    overrides: Mapping[str, Any]  # settings on top of the recipe, by full name
+    settings: Settings  # data.path is the name of the data set
     untrained: bool
 
     @property
     def label(self) -> str:
+        """Return the name of its row: arm and point."""
         return ", ".join(part for part in (self.arm, self.point) if part) or self.recipe
 
     @property
-    def known_by(self) -> dict[str, Any]:
-        """All that says what is computed."""
+    def identity(self) -> dict[str, Any]:
+        """Return all that determines the weights."""
         flat = sections.flatten(self.settings.model_dump(mode="json"))
         free = sections.free_settings(Settings, "resume")
-        kept = {path: value for path, value in flat.items() if path not in free}
-        return {"data": self.settings.data.path, "untrained": self.untrained, "settings": kept}
+        settings = {path: value for path, value in flat.items() if path not in free}
+        return {"data": self.settings.data.path, "untrained": self.untrained, "settings": settings}
 
     @property
     def key(self) -> str:
-        """A hash of the settings that are not the default, so that a new setting changes no key.
+        """Return a hash of the identity, in which settings have the names of version 0.1, whose results are found so.
 
-        They have the names of version 0.1 in it, so that results of that version are found.
+        Settings at their default are left out, so that a new setting of the program changes no key.
         """
-        known, default = self.known_by, sections.flatten(Settings().model_dump(mode="json"))
-        names = sections.old_names(Settings)
-        told = {names.get(path, path): value for path, value in known["settings"].items() if value != default[path]}
-        return digest([known["data"], self.untrained, sorted(told.items())])
+        identity, defaults = self.identity, sections.flatten(Settings().model_dump(mode="json"))
+        names, settings = sections.old_names(Settings), identity["settings"]
+        changed = {names.get(path, path): value for path, value in settings.items() if value != defaults[path]}
+        return _digest([identity["data"], self.untrained, sorted(changed.items())])
 
 
 @dataclass(frozen=True)
 class Study:
+    """A study and all its runs."""
+
     file: Path
     outline: Outline
     cells: tuple[Cell, ...]  # in the order in which they are run: all of one seed, then all of the next
 
     @property
     def arms(self) -> list[str]:
+        """Return the names of the arms in their order in the file."""
         return list(dict.fromkeys(cell.arm for cell in self.cells))
 
     @property
     def points(self) -> list[str]:
-        """Of the grid, as a table has them: in the order of their numbers, if that is what they are."""
-        found = {cell.point: cell.values for cell in self.cells}
-        ordered = all(isinstance(value, int | float) for values in found.values() for value in values)
-        return sorted(found, key=lambda point: found[point]) if ordered else list(found)
+        """Return the points of the grid, sorted if they are numbers, else in their order in the file."""
+        points = {cell.point: cell.values for cell in self.cells}
+        numeric = all(isinstance(value, int | float) for values in points.values() for value in values)
+        return sorted(points, key=lambda point: points[point]) if numeric else list(points)
 
     @property
     def labels(self) -> list[str]:
+        """Return the rows of the table."""
         labels = {(cell.arm, cell.point): cell.label for cell in self.cells}
         return [labels[arm, point] for arm in self.arms for point in self.points]
 
     def data_names(self) -> set[str]:
-        """Of all data sets it uses."""
-        wanted = [self.outline.data, *(one.data for one in self.outline.evaluations.values() if one.data)]
-        return {name_of(place) for place in wanted}
+        """Return the names of all data sets it uses."""
+        evaluations = self.outline.evaluations.values()
+        return {data_name(data) for data in (self.outline.data, *(one.data for one in evaluations)) if data is not None}
 
 
-def digest(value: Any) -> str:
+def _digest(value: Any) -> str:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _parts(place: str) -> re.Match[str]:
-    found = PLACE.fullmatch(place)
-    if found is None or ".." in place:
-        raise UserError(
-            f"data '{place}' is not a name; write one such as imagenette/train, and imagenette=DIR when run"
-        )
-    return found
+def _parse_data(data: str) -> re.Match[str]:
+    parts = DATA.fullmatch(data)
+    if parts is None or ".." in data:
+        raise UserError(f"data '{data}' is not a name; write one such as imagenette/train, and imagenette=DIR when run")
+    return parts
 
 
-def name_of(place: str) -> str:
-    """imagenette of imagenette/train, and of flowers:imagenette."""
-    return _parts(place)["name"]
+def data_name(data: str) -> str:
+    """Return imagenette of imagenette/train, and of flowers:imagenette."""
+    return _parse_data(data)["name"]
 
 
-def locate(place: str, folders: Mapping[str, Path]) -> str:
-    """Where the data lies, with its kind if it has one."""
-    found = _parts(place)
-    kind = f"{found['kind']}:" if found["kind"] else ""
-    return f"{kind}{folders[found['name']]}{found['below']}"
+def data_folder(data: str, folders: Mapping[str, Path]) -> Path:
+    """Return the folder of data, without its kind."""
+    parts = _parse_data(data)
+    return Path(f"{folders[parts['name']]}{parts['subfolder']}")
 
 
-def folder_of(place: str, folders: Mapping[str, Path]) -> Path:
-    """Returns where the data lies, without its kind."""
-    parts = _parts(place)
-    return Path(f"{folders[parts['name']]}{parts['below']}")
+def data_path(data: str, folders: Mapping[str, Path]) -> str:
+    """Return the folder of data after its kind, if it has one, as evaluations take it: flowers:/data/imagenette."""
+    kind = _parse_data(data)["kind"]
+    return f"{kind}:{data_folder(data, folders)}" if kind else str(data_folder(data, folders))
 
 
-def read(file: Path) -> Study:
-    """Everything that can be wrong with a study is found here, before a run begins."""
+def read_study(file: Path) -> Study:
+    """Read a study and refuse every mistake in it, before a run begins."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -218,7 +226,7 @@ def read(file: Path) -> Study:
         outline = sections.validated(Outline, tree)
         cells = tuple(_cells(outline))
         study = Study(file, outline, cells)
-        study.data_names()
+        study.data_names()  # raises for one that is not a name
         for title, evaluation in outline.evaluations.items():
             _check_evaluation(title, evaluation)
     except UserError as error:
@@ -234,37 +242,33 @@ def _cells(outline: Outline) -> list[Cell]:
         if not values:
             raise UserError(f"grid {name} has no values; give it some or leave it out")
     points = list(itertools.product(*([(name, value) for value in values] for name, values in outline.grid.items())))
-    found = []
-    for seed in outline.seeds:
-        for arm_name, arm in arms.items():
-            for point in points:
-                found.append(_cell(outline, arm_name, arm or Arm(), dict(point), seed))
-    keys: dict[str, Cell] = {}
-    for cell in found:
-        twin = keys.setdefault(cell.key, cell)
+    cells: dict[str, Cell] = {}  # by key
+    for seed, (name, arm), point in itertools.product(outline.seeds, arms.items(), points):
+        cell = _cell(outline, name, arm or Arm(), dict(point), seed)
+        twin = cells.setdefault(cell.key, cell)
         if twin is not cell:
             raise UserError(f"'{twin.label}' and '{cell.label}' are the same run; leave one of them out")
-    return found
+    return list(cells.values())
 
 
 def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed: int) -> Cell:
     recipe = arm.recipe or outline.recipe
-    said: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for layer in (outline.settings, arm.settings, point):
         for short, value in sections.flatten(layer).items():
             path = sections.full_name(Settings, short)
-            if path in OWN:
+            if path in RESERVED:
                 raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
-            said[path] = value
-    said["train.seed"] = seed
-    settings = launch.settle(sections.recipe(recipe), said | {"data.path": outline.data})
-    words = [f"{path.rsplit('.', 1)[-1]}={_shown(value)}" for path, value in point.items()]
-    return Cell(name, ", ".join(words), tuple(point.values()), seed, recipe, said, settings, arm.untrained)
+            overrides[path] = value
+    overrides["train.seed"] = seed
+    settings = launch.settle(sections.recipe(recipe), overrides | {"data.path": outline.data})
+    label = ", ".join(f"{path.rsplit('.', 1)[-1]}={_format(value)}" for path, value in point.items())
+    return Cell(name, label, tuple(point.values()), seed, recipe, overrides, settings, arm.untrained)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, list):
-        return "-".join(_shown(one) for one in value)
+        return "-".join(_format(one) for one in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -25,6 +25,7 @@ from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
 from adclr.training.checkpoint_writer import Writer
+from adclr.training.health import measure_health
 from adclr.training.job import Job, compile_method, load_job, record_start, shard, teacher
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
@@ -139,7 +140,7 @@ def _open_live(job: Job) -> Live | None:
 def _measure_health(job: Job, views: Ahead[Views], values: Values) -> dict[str, float]:
     """Return the health measures of the teacher on the views of the last micro-batch."""
     assert views.last is not None
-    return health.measure(
+    return measure_health(
         job.method, views.last, values.teacher_temperature, job.dtype, job.teacher(), values.query_temperature
     )
 

@@ -1,4 +1,4 @@
-"""Studies that are run: real processes, stopped and killed; who runs where."""
+"""Studies run in real processes, which are stopped and killed; their GPUs and cores."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
-from adclr.study import conduct
-from adclr.study.outline import read
+from adclr.study.outline import read_study
 from adclr.study.results import Results
+from adclr.study.runner import Workspace, list_gpus, run_cells
 from studied import KNN, study
 from tiny import TINY, Adclr
 
@@ -38,8 +38,8 @@ REAL |= {"control": "start", "seeds": [0]}
 
 
 def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
-    file, place = study(tmp_path / "studies", **REAL), ["--out", tmp_path / "runs"]
-    first = adclr("study", file, *place, f"photos={photos}")
+    file, options = study(tmp_path / "studies", **REAL), ["--out", tmp_path / "runs"]
+    first = adclr("study", file, *options, f"photos={photos}")
     assert first.returncode == 0, first.stderr
     page = (tmp_path / "studies/results/one.md").read_text()
     assert page in first.stdout
@@ -56,7 +56,7 @@ def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, 
     # one more column: only it is scored
     other = KNN | {"settings": {"k": [3], "device": "cpu", "features": "both"}}
     more = study(tmp_path / "studies", **REAL | {"evaluations": {"kNN": KNN, "mean patch": other}})
-    again = adclr("study", more, *place, f"photos={photos}")
+    again = adclr("study", more, *options, f"photos={photos}")
     assert again.returncode == 0, again.stderr
     assert {run: run.stat().st_mtime_ns for run in (tmp_path / "runs").rglob("*.safetensors")} == written
     scored = json.loads(runs[0].read_text())["evaluations"]
@@ -104,7 +104,7 @@ def test_runs_end_with_a_study_that_is_killed(tmp_path: Path, photos: Path) -> N
     file = study(tmp_path / "studies", settings=settings)
     command = ["study", str(file), "--out", str(tmp_path / "runs"), f"photos={photos}"]
     process = subprocess.Popen([sys.executable, "-m", "adclr", *command], stdout=subprocess.DEVNULL)
-    run = tmp_path / "runs" / read(file).cells[0].key
+    run = tmp_path / "runs" / read_study(file).cells[0].key
     wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
     process.kill()
     process.wait()
@@ -138,7 +138,7 @@ def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Ad
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell starts with & ignores it
     )
-    (cell,) = read(file).cells
+    (cell,) = read_study(file).cells
     metrics = tmp_path / "runs" / cell.key / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size > 500):
@@ -163,18 +163,18 @@ def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Ad
 def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, adclr: Adclr) -> None:
     arms = {"a": {"untrained": True}, "b": {"untrained": True, "settings": {"depth": 1}}}
     file = study(tmp_path / "studies", **(REAL | {"arms": arms, "control": None}))
-    place = ["--out", tmp_path / "runs"]
-    box_of = ["--minutes", "0.0001"]
-    box = adclr("study", file, *place, *box_of, f"photos={photos}")
-    assert box.returncode == 0, box.stderr
-    assert "1 runs were not begun, since the time was up" in box.stdout
+    options = ["--out", tmp_path / "runs"]
+    limit = ["--minutes", "0.0001"]
+    limited = adclr("study", file, *options, *limit, f"photos={photos}")
+    assert limited.returncode == 0, limited.stderr
+    assert "1 runs were not begun, since the time was up" in limited.stdout
     for words, message in (
         ([f"pictures={tmp_path}/no"], "uses no data called 'pictures'; it uses: photos"),
         ([f"photos={photos}", "epochs=3"], "uses no data called 'epochs'"),  # a setting is not passed over
         ([f"photos={tmp_path}/no"], "does not exist; check the path"),
         ([f"photos={tmp_path}/studies"], "seed 0: "),  # a run that cannot be scored says why
     ):
-        refused = adclr("study", file, *place, *words)
+        refused = adclr("study", file, *options, *words)
         assert refused.returncode == 2, refused.stderr
         assert message in refused.stderr
         assert "Traceback" not in refused.stderr
@@ -187,19 +187,19 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
         tmp_path / "r",
         "--at-once",
         "2",
-        *box_of,
+        *limit,
         f"photos={photos}",
     )
     assert both.returncode == 0, both.stderr
     assert "not begun" not in both.stdout  # the second did not wait for the first
-    nothing = adclr("study", file, *place)
+    nothing = adclr("study", file, *options)
     assert nothing.returncode == 0
     assert "say where the data lies to make them: photos=DIR" in nothing.stdout
 
 
 @pytest.mark.parametrize("code", [9, 2])
 def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """The processes are real; in the place of Python they are a script that fails for one of the three runs."""
+    """The processes are real; in the options of Python they are a script that fails for one of the three runs."""
     program = tmp_path / "python"
     program.write_text(
         '#!/bin/sh\necho "working on $4"\ngrep -q \'"model.depth": 1\' "$4" && exit CODE\necho done >> ran\n'.replace(
@@ -210,9 +210,9 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.chdir(tmp_path)
     arms = {"fine": {"settings": {"depth": 3}}, "bad": {"settings": {"depth": 1}}, "good": None}
-    found, place = read(study(tmp_path, arms=arms)), conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None])
+    parsed, workspace = read_study(study(tmp_path, arms=arms)), Workspace(tmp_path / "o", {"photos": tmp_path}, [None])
     with pytest.raises(UserError) as caught:
-        conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
+        run_cells(parsed, parsed.cells, Results(tmp_path / "r"), workspace, None)
     assert str(caught.value).startswith("1 of 3 runs failed, first bad, seed 0 (working on ")
     assert "the same command tries again" in str(caught.value)
     assert (tmp_path / "ran").read_text() == "done\ndone\n"  # the one behind it too
@@ -228,9 +228,9 @@ def test_runs_at_once_have_cores_of_their_own(tmp_path: Path, monkeypatch: pytes
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.chdir(tmp_path)
-    found = read(study(tmp_path, arms={"one": None, "other": {"settings": {"depth": 1}}}))
-    place = conduct.Place(tmp_path / "o", {"photos": tmp_path}, [None, None])
-    conduct.carry_out(found, found.cells, Results(tmp_path / "r"), place, None)
+    parsed = read_study(study(tmp_path, arms={"one": None, "other": {"settings": {"depth": 1}}}))
+    workspace = Workspace(tmp_path / "o", {"photos": tmp_path}, [None, None])
+    run_cells(parsed, parsed.cells, Results(tmp_path / "r"), workspace, None)
     first, second = (
         set(line.split(":")[1].strip().split(",")) for line in (tmp_path / "cores").read_text().splitlines()
     )
@@ -241,10 +241,10 @@ def test_runs_at_once_have_cores_of_their_own(tmp_path: Path, monkeypatch: pytes
 def test_a_gpu_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert conduct.gpus() == [None] or torch.cuda.is_available()
+    assert list_gpus() == [None] or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert conduct.gpus() == ["0", "1", "2"]
+    assert list_gpus() == ["0", "1", "2"]
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "4,7")
-    assert conduct.gpus() == ["4", "7"]
+    assert list_gpus() == ["4", "7"]

@@ -13,14 +13,14 @@ import adclr as package
 from adclr import cli
 from adclr import study as studies
 from adclr.data.sets import scenes
-from adclr.study import conduct
-from adclr.study.data import take
-from adclr.study.outline import Cell, Study, read
+from adclr.study.fingerprints import compute_fingerprints
+from adclr.study.outline import Cell, Study, read_study
 from adclr.study.results import Results
-from adclr.study.work import work
+from adclr.study.runner import Workspace, build_job
+from adclr.study.worker import run_job
 from adclr.weights.backbone import architecture, save_backbone
 from plain_images import coloured
-from studied import KNN, kept, study
+from studied import KNN, store_results, study
 from tiny import TINY, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,15 +33,15 @@ ONE = {"settings": TINY, "arms": ARMS, "data": "lab/train", "evaluations": {"kNN
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are made here, one after the other: a process of its own for each takes seconds to start."""
 
-    def carry_out(
-        found: Study, cells: Sequence[Cell], results: Results, place: conduct.Place, minutes: float | None
+    def run_cells(
+        study: Study, cells: Sequence[Cell], results: Results, workspace: Workspace, minutes: float | None
     ) -> list[Cell]:
         assert minutes is None
         for cell in cells:
-            work(json.loads(json.dumps(conduct.job_of(found, cell, results, place))))
+            run_job(json.loads(json.dumps(build_job(study, cell, results, workspace))))
         return []
 
-    monkeypatch.setattr(studies, "carry_out", carry_out)
+    monkeypatch.setattr(studies, "run_cells", run_cells)
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,18 @@ def test_scores_are_of_the_data_that_is_named(
 
     assert "2 runs, 0 of them done" in run("A")
     first = scores(tmp_path)
-    told = run("B")
-    assert "2 runs, 0 of them done" in told
-    assert f"1 runs here were trained on other images than those of {labs['B']}/train; they are not taken" in told
-    assert f"kNN: 1 scores here are of other data than {labs['B']}; they are not taken" in told  # of the untrained
+    output = run("B")
+    assert "2 runs, 0 of them done" in output
+    assert f"1 runs here were trained on other images than those of {labs['B']}/train; they are not taken" in output
+    assert f"kNN: 1 scores here are of other data than {labs['B']}; they are not taken" in output  # of the untrained
     assert scores(tmp_path) != first
     second = scores(tmp_path)
     # both are kept: neither is made again
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")}
     assert len(times) == 3  # the untrained network is the same on both
-    told = run("A")
-    assert "2 runs, 2 of them done" in told
-    assert "not taken" not in told
+    output = run("A")
+    assert "2 runs, 2 of them done" in output
+    assert "not taken" not in output
     assert scores(tmp_path) == first
     assert "2 runs, 2 of them done" in run("B")
     assert scores(tmp_path) == second
@@ -93,24 +93,25 @@ def test_a_copy_of_the_data_is_the_same_data(tmp_path: Path, labs: dict[str, Pat
     shutil.copytree(labs["A"], tmp_path / "copy", copy_function=shutil.copyfile)  # with new times
     (tmp_path / "copy" / ".DS_Store").write_text("of a file manager")
     file = study(tmp_path, **ONE)
-    found = read(file)
-    assert take(found, {"lab": labs["A"]}) == take(found, {"lab": tmp_path / "copy"})
-    assert take(found, {"lab": labs["A"]}) != take(found, {"lab": labs["B"]})
+    parsed = read_study(file)
+    assert compute_fingerprints(parsed, {"lab": labs["A"]}) == compute_fingerprints(parsed, {"lab": tmp_path / "copy"})
+    assert compute_fingerprints(parsed, {"lab": labs["A"]}) != compute_fingerprints(parsed, {"lab": labs["B"]})
     (tmp_path / "copy" / "train" / "notes.txt").write_text("no image")  # which nothing is trained on
-    changed = take(found, {"lab": tmp_path / "copy"})
-    assert changed.training == take(found, {"lab": labs["A"]}).training
-    assert changed.evaluations != take(found, {"lab": labs["A"]}).evaluations  # it could be a file of labels
+    changed = compute_fingerprints(parsed, {"lab": tmp_path / "copy"})
+    assert changed.training == compute_fingerprints(parsed, {"lab": labs["A"]}).training
+    # it could be a file of labels
+    assert changed.evaluations != compute_fingerprints(parsed, {"lab": labs["A"]}).evaluations
 
 
 def test_results_that_say_nothing_of_their_data_are_taken(
     tmp_path: Path, labs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = study(tmp_path, **ONE)
-    kept(tmp_path / "results", file, {("ADCLR", 0): 50.0, ("start", 0): 40.0})
+    store_results(tmp_path / "results", file, {("ADCLR", 0): 50.0, ("start", 0): 40.0})
     cli.main(["study", str(file), "--out", str(tmp_path / "runs"), f"lab={labs['B']}"])
-    told = capsys.readouterr().out
-    assert "2 runs, 2 of them done" in told
-    assert "not taken" not in told
+    output = capsys.readouterr().out
+    assert "2 runs, 2 of them done" in output
+    assert "not taken" not in output
     assert scores(tmp_path) == {"ADCLR": 50.0, "start": 40.0}
 
 
@@ -123,9 +124,9 @@ def test_only_scores_are_made_again_where_only_their_data_is_other(
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")}
     capsys.readouterr()
     cli.main([*command, f"lab={labs['B']}"])
-    told = capsys.readouterr().out
-    assert "kNN: 2 scores here are of other data" in told
-    assert "trained" not in told.split("\n\n")[0]
+    output = capsys.readouterr().out
+    assert "kNN: 2 scores here are of other data" in output
+    assert "trained" not in output.split("\n\n")[0]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("backbone.safetensors")} == times
     (first, *_) = sorted((tmp_path / "results" / "runs").glob("*.json"))
     entries = json.loads(first.read_text())["evaluations"].values()

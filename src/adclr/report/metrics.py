@@ -1,0 +1,154 @@
+"""Titles, meanings and healthy ranges of the metrics of a run, and statements on its status."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from adclr.report import health
+from adclr.report.charts import Band, Level
+from adclr.report.record import OVERHEADS, RunRecord
+
+
+class Metric(NamedTuple):
+    """How a metric is drawn."""
+
+    title: str
+    meaning: str
+    healthy: Band | None = None
+    floor: float | None = None  # the y axis starts there or below
+    level: Level | None = None
+
+
+LOSSES = {
+    "loss": Metric("Loss", "the sum that is trained on"),
+    "loss_global": Metric("Global loss", "DINO's: [CLS] of one view against the teacher's of another", floor=0),
+    "loss_query": Metric("Query loss", "ADCLR's: a query's answer in one view against that in the other", floor=0),
+    "loss_masked": Metric("Masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
+}
+SCORES = {
+    "knn_top1": Metric("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe"),
+    "image_matching": Metric("Images matched, %", "by [CLS], to another view, among all held-out images"),
+    "patch_matching": Metric("Patches matched, %", "to their position in another view of held-out images"),
+    "incontext_miou": Metric("In-context mIoU, %", "of the teacher's patches, by the labeled pixels of the probe"),
+}
+HEALTH = {
+    "teacher_entropy": Metric(  # no range: high or low, it may learn, as long as targets differ between images
+        "Entropy of targets", "of ln K; 1 is the same weight on every prototype, 0 is all on one", floor=0
+    ),
+    "target_kl": Metric("KL of targets to their mean, nats", "0 if all images have the same target", floor=0),
+    "prototypes_used": Metric("Prototypes in use", "of as many as there are images or prototypes", floor=0),
+    "loss_of_log_k": Metric("Global loss / ln K", "1 is what knowing nothing costs", Band(0, 1), floor=0),
+    "rank_cls": Metric("Effective rank of [CLS]", "number of directions in which images differ", floor=0),
+    "rank_patches": Metric("Effective rank of patches", "number of directions in which patches differ", floor=0),
+    "rank_queries": Metric("Effective rank of queries", "number of directions in which queries differ", floor=0),
+    "deviation_cls": Metric("Standard deviation of [CLS]", "of features of length 1, from image to image", floor=0),
+    "deviation_patches": Metric("Standard deviation of patches", "of features of length 1", floor=0),
+    "deviation_queries": Metric("Standard deviation of queries", "of features of length 1", floor=0),
+    "query_image_gap": Metric(
+        "Query loss in another image, nats",
+        "minus that in its own image; near 0 the query's own pixels solve it",
+        floor=0,
+    ),
+    "queries_in_cls": Metric(
+        "Share of [CLS] that follow the queries", "and not their image", Band(0, health.MAX_QUERIES_IN_CLS), floor=0
+    ),
+    "teacher_student_distance": Metric(
+        "Distance of student and teacher", "of their weights, relative to the teacher's", floor=0
+    ),
+}
+SPEED = {"images_per_second": Metric("Images per second", "of training, all processes together", floor=0)}
+SCHEDULES = {
+    "lr": Metric("Learning rate", "", floor=0),
+    "weight_decay": Metric("Weight decay", "", floor=0),
+    "momentum": Metric("Teacher momentum", ""),
+    "teacher_temperature": Metric("Teacher temperature", ""),
+    "voided_steps": Metric(
+        "Void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
+    ),
+}
+# seconds, which the bar of the time shows; the entropy in the health batch; the number of held-out images
+NOT_DRAWN = {"seconds", *(f"seconds_{part}" for part in OVERHEADS), "target_entropy", "held_out_images"}
+WAITING_SHARE = 0.2  # of the time; more is worth a statement
+
+
+def loss_metrics(records: Sequence[RunRecord]) -> dict[str, Metric]:
+    """Return the losses, with the cost of knowing nothing where all runs have the same number of prototypes."""
+    counts = {record.settings.get("method.num_prototypes") for record in records}
+    (count,) = counts if len(counts) == 1 else (None,)
+    if not isinstance(count, int) or count < 2:
+        return LOSSES
+    level = Level(math.log(count), f"ln {count}: knowing nothing")
+    return LOSSES | {name: LOSSES[name]._replace(level=level) for name in ("loss_global", "loss_query")}
+
+
+def health_metrics(records: Sequence[RunRecord]) -> dict[str, Metric]:
+    """Return the health metrics with their healthy ranges, which depend on the untrained network, and unknown metrics.
+
+    Unknown metrics are drawn too, so that nothing that was measured is left out.
+    """
+    metrics = dict(HEALTH)
+    untrained = [record.health_rows[0] for record in records if record.health_rows]
+    for name in ("target_kl", "rank_cls", "rank_patches", "rank_queries"):
+        limits = [health.lower_limit(name, row) for row in untrained if name in row]
+        if limits:
+            metrics[name] = metrics[name]._replace(healthy=Band(max(limits), math.inf))
+    known = {*LOSSES, *SCORES, *HEALTH, *SPEED, *SCHEDULES, *NOT_DRAWN}
+    names = dict.fromkeys(name for record in records for name in record.curves if name not in known)
+    return metrics | {name: Metric(name.replace("_", " "), "") for name in names}
+
+
+class Statement(NamedTuple):
+    """One sentence on the status of a run."""
+
+    good: bool
+    text: str
+
+
+def describe_status(record: RunRecord) -> list[Statement]:
+    """Return what the curves say about a run, in words."""
+    statements = [Statement(False, text) for text in record.messages]
+    statements += _describe_health(record.health_rows)
+    statements += _describe_scores(record)
+    waiting = record.overheads["waiting_for_images"]
+    if record.seconds and waiting > WAITING_SHARE * record.seconds:
+        text = f"{waiting / record.seconds:.0%} of the time went into waiting for images"
+        statements.append(Statement(False, f"{text}: use data.cache, or more data.num_workers."))
+    void = sum(value for _, value in record.curves.get("voided_steps", ()))  # voided.jsonl lists them
+    if void:
+        statements.append(Statement(False, f"{void:.0f} steps were void, their losses or gradients not finite."))
+    if record.num_unreadable:
+        text = f"{record.num_unreadable} images could not be read; quarantine.jsonl lists them."
+        statements.append(Statement(False, text))
+    return statements
+
+
+def _describe_health(rows: Sequence[health.Measures]) -> list[Statement]:
+    """Return whether it collapses; by fewer measures than a warning needs, with their number."""
+    count = len(rows)
+    if count < 2:
+        return []
+    certain = count > health.MEASURES_IN_A_ROW
+    finding = health.diagnose(rows, min(health.MEASURES_IN_A_ROW, count - 1))
+    if finding is not None:
+        basis = "" if certain else f", by {count} measures only"
+        return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
+    text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
+    return [Statement(True, f"{text}: the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats.")]
+
+
+def _describe_scores(record: RunRecord) -> list[Statement]:
+    statements = []
+    for name, metric in SCORES.items():
+        scores = [value for _, value in record.curves.get(name, ())]
+        if len(scores) < 2:
+            continue
+        change = f"{metric.title.removesuffix(', %')} went from {scores[0]:.1f} % to {scores[-1]:.1f} %"
+        if scores[-1] <= scores[0]:
+            statements.append(Statement(False, f"{change}: no sign that it has learned."))
+        elif scores[-1] < max(scores) - 1:
+            statements.append(Statement(False, f"{change}, but it had been {max(scores):.1f} %."))
+        else:
+            statements.append(Statement(True, f"{change}."))
+    return statements

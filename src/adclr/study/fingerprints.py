@@ -1,0 +1,67 @@
+"""Fingerprints of data sets: hashes of names and sizes, the same wherever a data set is. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from adclr.config.sections import UserError
+from adclr.data import stamps
+from adclr.data.collection import open_source
+from adclr.study.outline import SCENES, Study, data_folder, data_name
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Fingerprints of the data sets whose folders are known; the others are assumed to be unchanged."""
+
+    training: str | None = None
+    evaluations: Mapping[str, str] = field(default_factory=dict)  # by the `data` of an evaluation
+
+
+def compute_fingerprints(study: Study, folders: Mapping[str, Path]) -> Fingerprints:
+    """Return the fingerprints of the data of a study, as far as its folders are known.
+
+    Images to train on are identified by their names and sizes. An evaluation has labels in other files too, so that all
+    files of its folder count. The built-in scenes are drawn by the program and have none.
+    """
+
+    def is_available(data: str) -> bool:
+        return data_name(data) in folders and data_name(data) != SCENES and data_folder(data, folders).is_dir()
+
+    training = None
+    if is_available(study.outline.data) and not all(cell.untrained for cell in study.cells):
+        try:
+            training = stamps.fingerprint(open_source(data_folder(study.outline.data, folders)))
+        except UserError:  # whatever is wrong with it, the first run reports it
+            training = None
+    names = {one.data for one in study.outline.evaluations.values() if one.data is not None and is_available(one.data)}
+    return Fingerprints(training, {data: _hash_files(data_folder(data, folders)) for data in names})
+
+
+def _hash_files(folder: Path) -> str:
+    return blake2b(json.dumps(sorted(_list_files(folder))).encode(), digest_size=16).hexdigest()
+
+
+def _list_files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield (path below the folder, bytes) of all files but hidden ones; a folder with two links to it counts once."""
+    visited: set[tuple[int, int]] = set()
+    waiting = [folder]
+    while waiting:
+        current = waiting.pop()
+        status = current.stat()
+        if (status.st_dev, status.st_ino) in visited:
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        with os.scandir(current) as entries:
+            for entry in sorted(entries, key=lambda one: one.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    waiting.append(Path(entry.path))
+                elif entry.is_file():
+                    yield Path(entry.path).relative_to(folder).as_posix(), entry.stat().st_size
