@@ -26,7 +26,7 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sets import public
 from adclr.data.sets.classes import open_labelled
-from adclr.evals import NAMES, finetune, module, told, transfer
+from adclr.evals import NAMES, finetune, format_scores, module, transfer
 from adclr.evals.task import Conditions, weights_of
 from adclr.system.runs import Run
 from plain_images import coloured, weights
@@ -320,7 +320,9 @@ def test_the_control_is_the_same_vit_newly_made(backbone: Path) -> None:
 
 
 def test_scores_for_people_leave_each_class_to_the_file() -> None:
-    lines = told({"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}).splitlines()
+    lines = format_scores(
+        {"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}
+    ).splitlines()
     assert [line.split() for line in lines] == [
         ["a_top1", "50.00", "%"],
         ["b", "33.33"],
