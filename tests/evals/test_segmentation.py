@@ -227,6 +227,20 @@ def test_batch_norm_of_one_process_is_torchs() -> None:
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+def test_torchs_batch_norm_for_gpus_takes_over_parameters_and_state() -> None:
+    """Several processes on GPUs train with `nn.SyncBatchNorm`; the optimizer and the state keep their tensors."""
+    settings = Settings(head="upernet", size=32, width=16)
+    model = Segmenter(backbone(32, 2, 4, 16), settings, protocol_of(settings), 5)
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    converted = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert not any(isinstance(module, BatchNorm) for module in model.modules())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == {
+        name: value.data_ptr() for name, value in state.items()
+    }
+
+
 def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_segmented(segmented(tmp_path / "data", 5, 2, 16))
     settings = Settings(**(PLAIN | {"head": "upernet", "size": 16, "steps": 6, "batch_size": 3, "width": 8}))

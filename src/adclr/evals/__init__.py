@@ -100,7 +100,7 @@ def score(name: str, settings: Any, out: Path | None, say: bool = False, overwri
             seconds = round(time.monotonic() - started, 1)
             if say:
                 print(f"{printable_lines(format_scores(scores))}\n{seconds:.0f} seconds")
-                for line in wording.verdict(name, settings, scores, *_controls(name, settings, out)):
+                for line in wording.compare_with_control(name, settings, scores, *_controls(name, settings, out)):
                     print(line)
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}

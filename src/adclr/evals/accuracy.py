@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from adclr.data.sets.classes import Labelled
 from adclr.features.pictures import INK, PAPER, Bar, Cell, sheet, viridis
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
@@ -47,7 +48,7 @@ def accuracies(
         "per_class": per_class,
     }
     if len(classes) <= MAX_DRAWN:
-        counts = confusion(ranking[:, 0], labels, len(classes))
+        counts = _confusion(ranking[:, 0], labels, len(classes))
         if len(classes) <= MAX_COUNTED:
             scores["confusion"] = counts.tolist()
         if prefix is not None and distributed.is_main():
@@ -56,7 +57,14 @@ def accuracies(
     return scores
 
 
-def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
+def count_images(labeled: Labelled, num_train: int, num_val: int) -> dict[str, float]:
+    """Return the numbers of train and val images that were read, and that of unreadable images."""
+    num_images = len(labeled.train.labels) + len(labeled.val.labels)
+    counts = {"num_train": num_train, "num_val": num_val, "num_unreadable": num_images - num_train - num_val}
+    return {name: float(count) for name, count in counts.items()}
+
+
+def _confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
     """Return the number of images of each true class (row) that were predicted as each class (column)."""
     cells = labels * num_classes + predicted
     counts: Counts = torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes).numpy()

@@ -79,7 +79,7 @@ class Settings(TrainingSettings, EvaluationSettings):
 
 
 @dataclass(frozen=True)
-class DetectionBatch:
+class _DetectionBatch:
     """Images with their objects; lists have an entry for each image."""
 
     images: list[Tensor]  # C×height×width in [0, 1]
@@ -152,11 +152,11 @@ class Examples:
         sides = choices[np.floor(draws.uniform("side", 1)[:, 0] * len(choices)).astype(np.int64)]
         return _Plan(draws.chance("flip", 0.5, 1)[:, 0], sides, draws)
 
-    def batches(self, start: int, end: int) -> Ahead[DetectionBatch]:
+    def batches(self, start: int, end: int) -> Ahead[_DetectionBatch]:
         """Return an iterator, to be closed, over this process's batches of steps `start` to `end` - 1."""
         return Ahead(self.feed.batches(self._order(start, end), self._plan), self._make_batch, self.device)
 
-    def _make_batch(self, batch: Batch[_Plan]) -> DetectionBatch:
+    def _make_batch(self, batch: Batch[_Plan]) -> _DetectionBatch:
         plan, packed = batch.plan, batch.packed.to(self.device)
         images, targets = [], []
         for number, index in enumerate(self.feed.shown(batch.indices).tolist()):
@@ -168,7 +168,7 @@ class Examples:
             objects = [item for item in self.instances.objects[index] if not item.crowd]
             targets.append(self._target(objects, height, width, flip))
         path_scales = drop_path_scales(plan.draws, self.depth, self.settings.drop_path, self.device)
-        return DetectionBatch(images, targets, plan.sides.tolist(), path_scales)
+        return _DetectionBatch(images, targets, plan.sides.tolist(), path_scales)
 
     def _target(self, objects: list[Object], height: int, width: int, flip: bool) -> dict[str, Tensor]:
         """Return the boxes, labels and masks of an image as torchvision's Mask R-CNN takes them."""
@@ -185,19 +185,20 @@ class Examples:
 
 
 @dataclass(kw_only=True)
-class DetectionTrainer(Trainer):
+class _DetectionTrainer(Trainer):
     """The training of a detector."""
 
+    settings: Settings
     model: Detector
     examples: Examples
     peak_lr: float
     warmup_steps: int
 
-    def batches(self, start: int, end: int) -> Ahead[DetectionBatch]:
+    def batches(self, start: int, end: int) -> Ahead[_DetectionBatch]:
         """Return the batches of images with their objects."""
         return self.examples.batches(start, end)
 
-    def losses(self, model: nn.Module, batch: DetectionBatch, step: int) -> dict[str, Tensor]:  # noqa: ARG002
+    def losses(self, model: nn.Module, batch: _DetectionBatch, step: int) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the losses of proposals, boxes, classes and masks."""
         losses: dict[str, Tensor] = model(batch.images, batch.targets, batch.sides, batch.path_scales)
         return losses
@@ -236,7 +237,7 @@ def score(
     run = None if prefix is None else Run(prefix)
     with trainer.lock(run):
         distributed.barrier()  # until the first process has locked the directory
-        training = assemble(model, weights, train, settings, device, run)
+        training = _assemble(model, weights, train, settings, device, run)
         steps = training.train()
         detections, unreadable = detect(model, weights, val, settings, device, prefix)
         scores: dict[str, Any] = {"num_detections": float(len(detections))}
@@ -253,9 +254,9 @@ def score(
     }
 
 
-def assemble(
+def _assemble(
     model: Detector, weights: Weights, train: Instances, settings: Settings, device: torch.device, run: Run | None
-) -> DetectionTrainer:
+) -> _DetectionTrainer:
     """Return the training of the settings."""
     examples = Examples(weights, train, settings, device)
     total_steps = settings.steps or settings.epochs * examples.steps_per_epoch
@@ -263,15 +264,13 @@ def assemble(
     decay = DECAY if settings.weight_decay is None else settings.weight_decay
     groups = optim.layer_groups(model.timm_parameters(), weights.vit.depth, layer_decay, decay)
     resumable, start = RESUMABLE | {"pictures", "test_batch_size"}, trainer.fingerprint(model.state_dict())
-    return DetectionTrainer(
+    return _DetectionTrainer(
         name="detection",
+        settings=settings,
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
         total_steps=total_steps,
-        seed=settings.seed,
-        clip_norm=settings.clip_norm,
         minutes=settings.minutes,
-        checkpoint_minutes=settings.checkpoint_minutes,
         run=run,
         identity=trainer.identify(settings, resumable, train.photos.fingerprint(), start),
         examples=examples,

@@ -29,7 +29,7 @@ from adclr.data.draws import Draws, combine, key_of
 from adclr.data.prefetch import Ahead
 from adclr.data.sets.classes import Labelled
 from adclr.evals import trainer
-from adclr.evals.accuracy import accuracies
+from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import CropBatch, Crops, Transform
 from adclr.evals.features import Album, labels_of, look
 from adclr.evals.mixing import Eraser, draw_mix, drop_path_scales, smooth_labels
@@ -241,13 +241,7 @@ def score(
             averaged = accuracies("finetune", training.rank_classes(training.ema), training.val_labels, labeled.classes)
             scores["finetune_top1_ema"] = averaged["finetune_top1"]
         _finish(training)
-    num_train, num_val = training.crops.num_readable(), len(training.val_labels)
-    num_images = len(labeled.train.labels) + len(labeled.val.labels)
-    return scores | {
-        "num_train": float(num_train),
-        "num_val": float(num_val),
-        "num_unreadable": float(num_images - num_train - num_val),
-    }
+    return scores | count_images(labeled, training.crops.num_readable(), len(training.val_labels))
 
 
 def assemble(
@@ -276,19 +270,16 @@ def assemble(
     default_drop_path = 0.2 if vit.dim >= BASE_WIDTH else 0.1
     return FinetuneTrainer(
         name="finetune",
+        settings=settings,
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
         total_steps=settings.epochs * crops.steps_per_epoch,
-        seed=settings.seed,
-        clip_norm=settings.clip_norm,
-        checkpoint_minutes=settings.checkpoint_minutes,
         run=run,
         identity=trainer.identify(settings, resumable, images, fingerprint(weights)),
         num_micro_batches=local_size // micro,
         ema=None if settings.ema is None else deepcopy(model).eval(),
         ema_momentum=settings.ema or 0.0,
         log_every=crops.steps_per_epoch,
-        settings=settings,
         weights=weights,
         labeled=labeled,
         crops=crops,

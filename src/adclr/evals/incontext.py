@@ -110,7 +110,7 @@ def sample_patches(counts: Tensor, max_patches: int, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def build_memory(
+def _build_memory(
     weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, show: bool
 ) -> tuple[Memory, int]:
     """Return the memory of all processes, in the order of the images, and the number of unreadable images."""
@@ -221,7 +221,7 @@ def score(
     prefix: Path | None = None,
 ) -> dict[str, Any]:
     """Return mIoU, aAcc and mAcc in percent, and the numbers of patches and images."""
-    memory, unreadable_train = build_memory(weights, segmented, settings, device, show)
+    memory, unreadable_train = _build_memory(weights, segmented, settings, device, show)
     encode, patch = Encoder(weights, settings.precision, device), weights.vit.patch_size
     confusion = iou.Confusion(len(segmented.classes), device)
     reader = _reader(weights, segmented, settings, device, "val")

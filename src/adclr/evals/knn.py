@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adclr.config.sections import Count, Positive, Several
 from adclr.data.sets.classes import Labelled, Split
-from adclr.evals.accuracy import accuracies
+from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.features import extract, labels_of
 from adclr.evals.task import ClassificationSettings, open_classification
 from adclr.model.vit import Tokens, VisionTransformer
@@ -97,16 +97,8 @@ def score(
         scores[f"knn_top1_k{k}"] = 100 * hits[:, 0].double().mean().item()
         scores[f"knn_top5_k{k}"] = 100 * hits[:, :5].any(dim=1).double().mean().item()
     headline = rankings[ks.index(min(HEADLINE_K, len(train)))]
-    num_images = len(labeled.train.labels) + len(labeled.val.labels)
-    return (
-        scores
-        | accuracies("knn", headline, val_labels, labeled.classes, prefix)
-        | {
-            "num_train": float(len(train)),
-            "num_val": float(len(val)),
-            "num_unreadable": float(num_images - len(train) - len(val)),
-        }
-    )
+    counts = count_images(labeled, len(train), len(val))
+    return scores | accuracies("knn", headline, val_labels, labeled.classes, prefix) | counts
 
 
 def vote(

@@ -25,7 +25,7 @@ from adclr.config.sections import Count, Positive, Section, Several, Share
 from adclr.config.settings import Side
 from adclr.data.draws import Words, combine, epoch_order, key_of
 from adclr.data.sets.classes import Labelled, Split
-from adclr.evals.accuracy import accuracies
+from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import Crops
 from adclr.evals.features import Features, extract, labels_of
 from adclr.evals.task import ClassificationSettings, crop_size, normalizer, open_classification
@@ -117,7 +117,7 @@ def pool(vit: VisionTransformer, settings: LinearSettings, dtype: torch.dtype | 
     return pool_tokens
 
 
-class Batches(NamedTuple):
+class _Batches(NamedTuple):
     """The features and labels that a grid is trained on."""
 
     batches: Iterator[tuple[Tensor, Tensor]]
@@ -126,9 +126,9 @@ class Batches(NamedTuple):
     shared: bool  # whether a process has only its part of a batch
 
 
-def batches_of_crops(
+def _batches_of_crops(
     crops: Crops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings
-) -> Batches:
+) -> _Batches:
     """Return features of new crops in every epoch."""
     total, local_size = settings.epochs * crops.steps_per_epoch, crops.batch_size // distributed.world_size()
     normalize = normalizer(weights, crops.device)
@@ -140,10 +140,10 @@ def batches_of_crops(
                 if step == crops.steps_per_epoch:
                     crops.check_if_streamed()
 
-    return Batches(batches(), total, crops.batch_size, True)
+    return _Batches(batches(), total, crops.batch_size, True)
 
 
-def batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: Settings) -> Batches:
+def _batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: Settings) -> _Batches:
     """Return the same features in every epoch, in another order; every process trains on all of them."""
     size = min(settings.batch_size, len(labels))
     per_epoch = len(labels) // size
@@ -155,11 +155,11 @@ def batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: S
                 chosen = order[number * size : (number + 1) * size]
                 yield values[chosen], labels[chosen]
 
-    return Batches(batches(), settings.epochs * per_epoch, size, False)
+    return _Batches(batches(), settings.epochs * per_epoch, size, False)
 
 
 @torch.no_grad()
-def train(grid: Grid, data: Batches) -> None:
+def _train(grid: Grid, data: _Batches) -> None:
     """Train all classifiers of the grid."""
     with Line("linear", data.total, show=distributed.is_main()) as line:
         for step, (features, labels) in enumerate(data.batches):
@@ -196,25 +196,19 @@ def score(
     if settings.quick:
         features, labels = extract_split(labeled.train, "train features")
         keys = labeled.train.source.keys[features.kept]
-        train(grid, batches_of_features(features.values.to(device), labels.to(device), keys, settings))
+        _train(grid, _batches_of_features(features.values.to(device), labels.to(device), keys, settings))
         num_train = len(features.kept)
     else:
         crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop)
-        train(grid, batches_of_crops(crops, weights, pool_images, settings))
+        _train(grid, _batches_of_crops(crops, weights, pool_images, settings))
         num_train = crops.num_readable()
     count, parts = min(5, len(classes)), torch.split(val.values.to(device), TEST_BATCH_SIZE)
     rankings = torch.cat([grid(part).topk(count, dim=-1).indices for part in parts]).cpu()  # n×G×5
     top1 = [100 * (rankings[:, g, 0] == val_labels).double().mean().item() for g in range(len(lrs))]
     best = max(range(len(lrs)), key=top1.__getitem__)
-    num_images = len(labeled.train.labels) + len(labeled.val.labels)
     return (
         accuracies("linear", rankings[:, best], val_labels, classes, prefix)
         | {f"linear_top1_lr{lr:g}": accuracy for lr, accuracy in zip(lrs, top1, strict=True)}
-        | {
-            "best_lr": lrs[best],
-            "best_lr_chosen_on": "val",
-            "num_train": float(num_train),
-            "num_val": float(len(val_labels)),
-            "num_unreadable": float(num_images - num_train - len(val_labels)),
-        }
+        | {"best_lr": lrs[best], "best_lr_chosen_on": "val"}
+        | count_images(labeled, num_train, len(val_labels))
     )

@@ -74,7 +74,7 @@ class Backbone(nn.Module):
         return cast("dict[str, Tensor]", self.fpn(named))
 
 
-class Resize(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision's classes have no types
+class _Resize(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision's classes have no types
     """torchvision's transform with one difference: in training the shorter side of each image is given by `sides`."""
 
     def __init__(self, side: int, longest: int, weights: Weights) -> None:
@@ -142,7 +142,7 @@ class Detector(nn.Module):
             mask_head=MaskRCNNHeads(WIDTH, (WIDTH,) * 4, 1),
         )
         rcnn.roi_heads.mask_predictor = MaskRCNNPredictor(WIDTH, WIDTH, num_classes + 1)
-        rcnn.transform = Resize(side, longest, weights)
+        rcnn.transform = _Resize(side, longest, weights)
         rcnn.rpn.head = Autocast(rcnn.rpn.head, dtype)
         heads = rcnn.roi_heads
         for name in ("box_head", "box_predictor", "mask_head", "mask_predictor"):

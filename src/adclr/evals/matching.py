@@ -28,7 +28,7 @@ from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import prepared
-from adclr.evals.task import check_inputs
+from adclr.evals.task import check_inputs, normalizer
 from adclr.model.vit import VisionTransformer
 from adclr.system.devices import choose
 from adclr.system.progress import track
@@ -122,7 +122,7 @@ def score(
     vit = weights.vit
     chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
     size = tuple(round(IMAGE_SCALE * side) for side in vit.input_size)
-    mean, std = (torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (weights.mean, weights.std))
+    normalize = normalizer(weights, device)
     batches = prepared(chosen, (size[0], size[1]), settings.batch_size, settings.num_workers, weights.decoder)
     total = -(-len(chosen) // settings.batch_size)
     correct = chance = count = 0.0
@@ -139,7 +139,7 @@ def score(
         brightness = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
         views = [cut(images, boxes, vit.input_size) for boxes in (first_boxes, second_boxes)]
         views[1] = views[1] * brightness.to(views[1]).view(-1, 1, 1, 1)
-        first, second = (vit((view.clamp(0, 1) - mean) / std) for view in views)
+        first, second = (vit(normalize(view.clamp(0, 1))) for view in views)
         counts = match(first.patches.float(), second.patches.float(), first_boxes, second_boxes, vit.grid)
         correct, chance, count = correct + counts[0], chance + counts[1], count + counts[2]
         first_cls.append(first.cls.float())

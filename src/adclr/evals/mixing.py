@@ -32,6 +32,7 @@ class Eraser:
         self.axis = torch.arange(size, device=device)
 
     def __call__(self, x: Tensor, draws: Draws) -> Tensor:
+        """Erase in place and return the images."""
         rows = np.flatnonzero(draws.chance("erase", self.probability, 1)[:, 0])
         if not len(rows):
             return x

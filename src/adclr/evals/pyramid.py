@@ -35,6 +35,7 @@ class BatchNorm(nn.BatchNorm2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized maps."""
         if not self.training or distributed.world_size() == 1:
             return super().forward(x)
         assert self.running_mean is not None

@@ -143,7 +143,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class SegmentationTrainer(Trainer):
+class _SegmentationTrainer(Trainer):
     """The training of a segmenter."""
 
     settings: Settings
@@ -228,7 +228,7 @@ def assemble(
     model: Segmenter,
     device: torch.device,
     run: Run | None,
-) -> SegmentationTrainer:
+) -> _SegmentationTrainer:
     """Return the training of the settings."""
     crops = ScaledCrops(
         weights,
@@ -249,18 +249,15 @@ def assemble(
         *("compile", "pictures", "test_batch_size", "inference", "test_scales", "test_mirrored", "val_split")
     }
     start = trainer.fingerprint(model.state_dict())
-    return SegmentationTrainer(
+    return _SegmentationTrainer(
         name="segmentation",
+        settings=settings,
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
         total_steps=protocol.steps,
-        seed=settings.seed,
-        clip_norm=settings.clip_norm,
         minutes=settings.minutes,
-        checkpoint_minutes=settings.checkpoint_minutes,
         run=run,
         identity=trainer.identify(settings, resumable, segmented.train.fingerprint(), start),
-        settings=settings,
         protocol=protocol,
         crops=crops,
         dtype=autocast_dtype(settings.precision, device),
@@ -269,7 +266,7 @@ def assemble(
 
 @torch.no_grad()
 def _test(
-    training: SegmentationTrainer, weights: Weights, segmented: Segmented, unit: int, prefix: Path | None
+    training: _SegmentationTrainer, weights: Weights, segmented: Segmented, unit: int, prefix: Path | None
 ) -> dict[str, Any]:
     """Return the scores of the trained model on the val images."""
     settings, device, dtype, model = training.settings, training.crops.device, training.dtype, training.model

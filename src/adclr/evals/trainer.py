@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError
 from adclr.data.draws import combine
+from adclr.data.prefetch import Ahead
 from adclr.model.compiled import compile_blocks
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed, outputs
@@ -57,25 +58,16 @@ class TrainingSettings(Section):
     checkpoint_minutes: Positive = Field(5.0, description="between checkpoints")
 
 
-class Batches(Protocol):
-    """An iterator over batches that must be closed."""
-
-    def __next__(self) -> Any: ...
-    def close(self) -> None: ...
-
-
 @dataclass(kw_only=True)
 class Trainer(ABC):
     """Trains `model`; a subclass supplies the batches, the losses and the learning rate."""
 
     name: str
+    settings: Any  # with seed, clip_norm and checkpoint_minutes
     model: nn.Module
     optimizer: torch.optim.AdamW  # each parameter group has a `scale`, a factor of the learning rate
     total_steps: int
-    seed: int
-    clip_norm: float | None
     minutes: float | None = None
-    checkpoint_minutes: float
     run: Run | None
     identity: dict[str, Any]  # which training a checkpoint belongs to
     num_micro_batches: int = 1  # of a step, in each process
@@ -87,7 +79,7 @@ class Trainer(ABC):
     find_unused_parameters: ClassVar[bool] = True  # see DistributedDataParallel
 
     @abstractmethod
-    def batches(self, start: int, end: int) -> Batches:
+    def batches(self, start: int, end: int) -> Ahead[Any]:
         """Return this process's micro-batches of steps `start` to `end` - 1."""
 
     @abstractmethod
@@ -132,7 +124,7 @@ class Trainer(ABC):
                     text = self._write_metrics(step, means, lr, time.monotonic() - started)
                     sums, logged = {}, step
                 line.move(step, text)
-                if self.run is not None and time.monotonic() - saved > 60 * self.checkpoint_minutes:
+                if self.run is not None and time.monotonic() - saved > 60 * self.settings.checkpoint_minutes:
                     self._save(step, self.seconds + time.monotonic() - started)
                     saved = time.monotonic()
         if self.run is not None and step > start:
@@ -147,9 +139,10 @@ class Trainer(ABC):
             return progress
         return max(progress, (self.seconds + time.monotonic() - started) / (60 * self.minutes))
 
-    def _step(self, model: nn.Module, batches: Batches, step: int, lr: float) -> dict[str, Tensor]:
+    def _step(self, model: nn.Module, batches: Ahead[Any], step: int, lr: float) -> dict[str, Tensor]:
         """Do one optimizer step; return the losses, which stay on the device."""
-        torch.manual_seed(combine(self.seed, step, distributed.rank()) % 2**63)  # of dropout and sampled proposals
+        # for dropout and the sampling of proposals
+        torch.manual_seed(combine(self.settings.seed, step, distributed.rank()) % 2**63)
         sums: dict[str, Tensor] = {}
         for number in range(1, self.num_micro_batches + 1):
             accumulating = isinstance(model, DistributedDataParallel) and number < self.num_micro_batches
@@ -160,8 +153,8 @@ class Trainer(ABC):
                 loss.backward()  # type: ignore[no-untyped-call]
             for name, value in ({"loss": loss} | losses).items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.optimizer.step()

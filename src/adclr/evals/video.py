@@ -104,7 +104,7 @@ def propagate(
 
 
 @torch.no_grad()
-def segment(
+def _segment(
     weights: Weights, frames: Tensor, mask: Tensor, objects: list[int], settings: Settings, dtype: torch.dtype | None
 ) -> Tensor:
     """Return T×height×width numbers of objects, counted from 1, 0 for background; frames are T×C×height×width.
@@ -146,9 +146,9 @@ def score(
     with ThreadPoolExecutor(settings.num_workers or 8) as pool:
         for number in track(local_clips, "video", len(local_clips), distributed.is_main()):
             clip = clips[number]
-            frames, masks = (send(array, device) for array in read_clip(clip, weights, pool))
+            frames, masks = (send(array, device) for array in _read_clip(clip, weights, pool))
             objects = clip.objects()
-            predicted = segment(weights, frames, masks[0], objects, settings, dtype)
+            predicted = _segment(weights, frames, masks[0], objects, settings, dtype)
             for object_number, value in enumerate(objects, 1):
                 pair = predicted[1:-1] == object_number, masks[1:-1] == value
                 rows.append([number, value, region(*pair).mean().item(), contour(*pair).mean().item()])
@@ -183,7 +183,7 @@ def _overlay_frame(
     return Frames([number], torch.cat([frame, labels.to(torch.uint8)])[None]), predicted
 
 
-def read_clip(clip: Clip, weights: Weights, pool: ThreadPoolExecutor) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _read_clip(clip: Clip, weights: Weights, pool: ThreadPoolExecutor) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return the frames, T×C×height×width, and the masks, T×height×width."""
     try:
         frames = list(pool.map(lambda path: davis.read_frame(path, weights.decoder), clip.frames))

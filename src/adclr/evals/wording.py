@@ -18,7 +18,7 @@ from adclr.system.runs import Run
 # names of scores that are percentages; all others are counts, ranks or chosen settings
 PERCENT = re.compile(r"_top[15](_|$)|_mean_class$|_(miou|aacc|macc)$|^(image|patch)_matching|^video_|^(box|mask)_a[pr]")
 # the main score of each evaluation; `transfer` has a mean for each way of scoring
-HEADLINES = {
+MAIN_SCORES = {
     "knn": "knn_top1",
     "linear": "linear_top1",
     "finetune": "finetune_top1",
@@ -44,14 +44,14 @@ def with_unit(name: str, value: float) -> str:
     return f"{value:.0f}" if value % 1 == 0 else f"{value:.2f}" if value > 1 else f"{value:.2g}"
 
 
-class Control(NamedTuple):
+class _Control(NamedTuple):
     """Scores of the same network without pretraining."""
 
     scores: Mapping[str, Any]
     origin: str
 
 
-def verdict(
+def compare_with_control(
     name: str, settings: Any, scores: Mapping[str, Any], control: Path, folders: Iterable[Path] = ()
 ) -> list[str]:
     """Return one line for each main score: the difference to the same network without pretraining.
@@ -62,8 +62,8 @@ def verdict(
     if getattr(settings, "from_scratch", False):
         return []
     lines, missing = [], False
-    for headline in headlines(name, scores):
-        untrained = _control(name, settings, headline, scores, control, folders)
+    for headline in _main_scores(name, scores):
+        untrained = _find_control(name, settings, headline, scores, control, folders)
         if untrained is None:
             missing = True
             continue
@@ -77,36 +77,36 @@ def verdict(
             f"({before:.1f} %, {untrained.origin})"
         )
     if missing:
-        lines.append(f"for the same network without pretraining, run: {command(name, settings)}")
+        lines.append(f"for the same network without pretraining, run: {_command(name, settings)}")
     return lines
 
 
-def headlines(name: str, scores: Mapping[str, Any]) -> list[str]:
+def _main_scores(name: str, scores: Mapping[str, Any]) -> list[str]:
     """Return the names of the main scores that were measured."""
-    keys = [HEADLINES[name]] if name in HEADLINES else [key for key in scores if re.fullmatch(r"mean_\w+_top1", key)]
+    keys = [MAIN_SCORES[name]] if name in MAIN_SCORES else [k for k in scores if re.fullmatch(r"mean_\w+_top1", k)]
     return [key for key in keys if isinstance(scores.get(key), int | float)]
 
 
-def _control(
+def _find_control(
     name: str, settings: Any, headline: str, scores: Mapping[str, Any], control: Path, folders: Iterable[Path]
-) -> Control | None:
+) -> _Control | None:
     """Return control scores with this main score: measured together, from a file, or of the first probe of the run."""
     if f"{headline}_untrained" in scores:
-        return Control({headline: scores[f"{headline}_untrained"]}, "measured with it")
-    expected = comparable(settings.model_dump(mode="json"))
+        return _Control({headline: scores[f"{headline}_untrained"]}, "measured with it")
+    expected = _compared_settings(settings.model_dump(mode="json"))
     others = (path for folder in folders for path in sorted(folder.glob("*.json"))[:MAX_FILES])
     for path in dict.fromkeys([control, *others]):
-        content = _read(path)
+        content = _read_object(path)
         stored, numbers = content.get("settings"), content.get("scores")
         if not isinstance(stored, dict) or stored.get("from_scratch") is not True or not isinstance(numbers, dict):
             continue
-        same = path == control or comparable(stored) == expected
+        same = path == control or _compared_settings(stored) == expected
         if same and isinstance(numbers.get(headline), int | float):
-            return Control(numbers, str(path))
+            return _Control(numbers, str(path))
     return _first_probe(name, settings, headline)
 
 
-def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _compared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in which comparable evaluations agree, with absolute paths."""
     compared = {key: value for key, value in settings.items() if key not in NOT_COMPARED}
     for key in ("weights", "data"):
@@ -116,7 +116,7 @@ def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     return compared
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if it cannot be read."""
     try:
         content = read_json(path) if path.stat().st_size <= MAX_BYTES else None
@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _first_probe(name: str, settings: Any, headline: str) -> Control | None:
+def _first_probe(name: str, settings: Any, headline: str) -> _Control | None:
     """Return the score before the first step, if the run's probe measured the same on the same data."""
     if name not in ("knn", "incontext") or not os.path.isdir(settings.weights):
         return None
@@ -153,20 +153,20 @@ def _first_probe(name: str, settings: Any, headline: str) -> Control | None:
         return None
     for row in rows:
         if row.get("step") == 0 and isinstance(row.get(headline), int | float):
-            return Control(row, "the run's first probe")
+            return _Control(row, "the run's first probe")
     return None
 
 
-def command(name: str, settings: Any) -> str:
+def _command(name: str, settings: Any) -> str:
     """Return the command that scores the same network from scratch."""
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     words = ["adclr", "evaluate", name, "--weights", settings.weights, "--data", *data, "--from-scratch"]
     if settings.partial:
         words.append("--partial")
-    return shlex.join([*words, *_settings(settings)])
+    return shlex.join([*words, *_changed_settings(settings)])
 
 
-def _settings(settings: Any) -> Iterator[str]:
+def _changed_settings(settings: Any) -> Iterator[str]:
     """Yield key=value of the settings that are not the default."""
     defaults = sections.flatten(type(settings)().model_dump(mode="json"))
     for key, value in sections.flatten(settings.model_dump(mode="json")).items():
