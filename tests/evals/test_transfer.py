@@ -241,7 +241,7 @@ def test_a_missing_scipy_names_its_extra(tmp_path: Path, monkeypatch: pytest.Mon
 SCRIPT = """
 import sys
 import torch, adclr
-from adclr import distributed
+from adclr.system import distributed
 weights, data, out = sys.argv[1:]
 with distributed.session(torch.device("cpu")):
     common = {"weights": weights, "data": data, "device": "cpu"}
