@@ -19,7 +19,7 @@ from pycocotools.cocoeval import COCOeval
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.coco import Instances, check, decode_runs, filled, open_instances
-from adclr.evals.detection import PLACES, average_precision
+from adclr.evals.detection import STATISTICS, average_precision
 from dense_scenes import instances, run_lengths
 
 
@@ -179,8 +179,8 @@ def test_average_precision_is_pycocotools(tmp_path: Path, seed: int) -> None:
             measure.accumulate()
             measure.summarize()
         found = average_precision(val, detections, ours)  # type: ignore[arg-type]
-        for name, place in PLACES.items():
-            expected = measure.stats[place]
+        for name, index in STATISTICS.items():
+            expected = measure.stats[index]
             if expected < 0:
                 assert found[f"{ours}_{name}"] is None
             else:

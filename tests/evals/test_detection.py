@@ -18,7 +18,7 @@ from adclr.config.sections import UserError
 from adclr.data.sets.coco import filled, open_instances
 from adclr.evals import detection, mask_rcnn
 from adclr.evals.detection import Examples, Settings
-from adclr.evals.mask_rcnn import Backbone, Cast, Detector
+from adclr.evals.mask_rcnn import Autocast, Backbone, Detector
 from dense_scenes import backbone, evaluated, instances, refused, saved
 from dense_scenes import run_lengths as slow_run_lengths
 
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Heads an eighth as wide, and one thread: tensors are small here."""
     monkeypatch.setattr(mask_rcnn, "WIDTH", 32)
-    monkeypatch.setattr(mask_rcnn, "SAMPLED", 32)
+    monkeypatch.setattr(mask_rcnn, "SAMPLES", 32)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,14 +76,14 @@ def test_examples_are_what_the_json_says(tmp_path: Path) -> None:
     train, _ = open_instances(changed(instances(tmp_path, 6, 1), crowd), "train", "val")
     settings = Settings(sides=(96, 160), batch_size=2, num_workers=1, drop_path=0.5)
     examples = Examples(backbone(), train, settings, CPU)
-    assert len(examples.learned) == 5 - (len(train.objects[0]) == 1)  # nothing is learned of an image without objects
+    assert len(examples.indices) == 5 - (len(train.objects[0]) == 1)  # nothing is learned of an image without objects
     seen: list[tuple[int, bool]] = []
     with closing(examples.batches(0, 6)) as batches:
         for shown in batches:
             for image, target, side in zip(shown.images, shown.targets, shown.sides, strict=True):
                 assert side in (96, 128, 160)
                 pixels = (image * 255).round().byte().numpy()
-                for index in examples.learned.tolist():
+                for index in examples.indices.tolist():
                     stored = examples.feed.image(index)
                     for flip in (False, True):
                         if np.array_equal(stored[:, :, ::-1] if flip else stored, pixels):
@@ -97,7 +97,7 @@ def test_examples_are_what_the_json_says(tmp_path: Path) -> None:
                                 rows, columns = np.nonzero(mask)
                                 edges = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
                                 assert box == [float(n) for n in edges]
-    assert {index for index, _ in seen} == set(examples.learned.tolist())
+    assert {index for index, _ in seen} == set(examples.indices.tolist())
     assert {flip for _, flip in seen} == {False, True}
     assert len(seen) == 12
 
@@ -107,13 +107,13 @@ def test_an_epoch_has_every_image_and_batches_of_one_shape(tmp_path: Path) -> No
     train.sizes[:4] = (64, 32)  # say that these are high
     examples = Examples(backbone(), train, Settings(batch_size=3, num_workers=1), CPU)
     assert examples.steps_per_epoch == 2 + 3
-    made = examples._epoch(0)
+    made = examples._epoch_batches(0)
     assert set(np.concatenate(made).tolist()) == set(range(11))
     for batch in made:
         assert len({int(n) < 4 for n in batch}) == 1
-    again = examples._epoch(0)
+    again = examples._epoch_batches(0)
     assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(made, examples._epoch(1), strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(made, examples._epoch_batches(1), strict=True))
 
 
 def test_levels_are_at_strides_4_to_64() -> None:
@@ -130,9 +130,9 @@ def test_levels_are_at_strides_4_to_64() -> None:
 
 
 def test_boxes_stay_in_float32() -> None:
-    layer = Cast(torch.nn.Linear(4, 4), torch.bfloat16)
+    layer = Autocast(torch.nn.Linear(4, 4), torch.bfloat16)
     assert layer(torch.randn(2, 4)).dtype == torch.float32
-    both = Cast(torch.nn.Identity(), None)
+    both = Autocast(torch.nn.Identity(), None)
     both.register_parameter("x", torch.nn.Parameter(torch.zeros(1)))
     found = both(([torch.zeros(1, dtype=torch.bfloat16)], {"a": torch.zeros(1, dtype=torch.float16)}))
     assert found[0][0].dtype == found[1]["a"].dtype == torch.float32
@@ -147,7 +147,7 @@ def test_masks_are_pasted_where_their_boxes_are() -> None:
 
     axis = (torch.arange(28) + 0.5) / 14 - 1
     blobs = ellipse(axis, axis).float().expand(3, 1, 28, 28)
-    ours = mask_rcnn.pasted(blobs[:, 0], boxes, (48, 64))
+    ours = mask_rcnn.paste_masks(blobs[:, 0], boxes, (48, 64))
     theirs = paste_masks_in_image(blobs, boxes, (48, 64))[:, 0] >= 0.5
     for mine, other, (left, top, right, bottom) in zip(ours, theirs, boxes.tolist(), strict=True):
         y = (torch.arange(48) + 0.5 - top) / (bottom - top) * 2 - 1
@@ -155,14 +155,14 @@ def test_masks_are_pasted_where_their_boxes_are() -> None:
         met, theirs_met = ((found & true).sum() / (found | true).sum() for found in (mine, other))
         assert met > 0.95
         assert met >= theirs_met > 0.85
-    full = mask_rcnn.pasted(torch.ones(1, 28, 28), torch.tensor([[3.0, 5.0, 11.0, 9.0]]), (20, 30))[0]
+    full = mask_rcnn.paste_masks(torch.ones(1, 28, 28), torch.tensor([[3.0, 5.0, 11.0, 9.0]]), (20, 30))[0]
     assert full[5:9, 3:11].all()
     assert full.sum() == 4 * 8
-    mask_rcnn.PASTED, before = 48 * 64, mask_rcnn.PASTED
+    mask_rcnn.MASK_PIXELS, before = 48 * 64, mask_rcnn.MASK_PIXELS
     try:
-        assert torch.equal(mask_rcnn.pasted(blobs[:, 0], boxes, (48, 64)), ours)  # one after the other
+        assert torch.equal(mask_rcnn.paste_masks(blobs[:, 0], boxes, (48, 64)), ours)  # one after the other
     finally:
-        mask_rcnn.PASTED = before
+        mask_rcnn.MASK_PIXELS = before
     everything = torch.cat([ours, torch.zeros(1, 48, 64, dtype=torch.bool), torch.ones(1, 48, 64, dtype=torch.bool)])
     expected = [slow_run_lengths(mask.numpy()) for mask in everything]
     found = mask_rcnn.run_lengths(everything)
@@ -216,7 +216,7 @@ def test_two_processes(tmp_path: Path) -> None:
     data, weights = instances(tmp_path / "data", 4, 3), saved(tmp_path / "weights")
     settings = {"steps": 1, "batch_size": 2, "sides": "[32,32]", "longest": 32, "lr": 1e-12}
     # heads of their full width in both: what this file makes smaller holds for this process alone
-    mask_rcnn.WIDTH, mask_rcnn.SAMPLED = 256, 512
+    mask_rcnn.WIDTH, mask_rcnn.SAMPLES = 256, 512
     one, two = (evaluated("detection", n, weights, data, tmp_path / f"{n}.json", **settings) for n in (1, 2))
     assert (two["num_val"], two["num_steps"]) == (3, 1)
     assert one["num_detections"] > 0

@@ -45,7 +45,7 @@ SOME = ("segmentation_small_fpn", "segmentation_upernet", "detection_small", "in
 def test_every_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is but for size: fewer and smaller everything."""
     monkeypatch.setattr(mask_rcnn, "WIDTH", 16)
-    monkeypatch.setattr(mask_rcnn, "SAMPLED", 16)
+    monkeypatch.setattr(mask_rcnn, "SAMPLES", 16)
     evaluation, weights = name.split("_")[0], saved(tmp_path / "weights")
     small: dict[str, Any] = {"size": 16} if evaluation != "detection" else {"sides": [32, 48], "longest": 48}
     if evaluation != "incontext":

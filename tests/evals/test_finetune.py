@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from adclr.config.sections import UserError
 from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune
-from adclr.evals.classifier import Classifier, fingerprint
+from adclr.evals.finetune import Classifier
+from adclr.evals.trainer import Trainer, fingerprint
 from adclr.model import optim
 from adclr.model.vit import VisionTransformer
 from adclr.system.runs import Run
@@ -34,18 +35,18 @@ def settings(**changes: Any) -> finetune.Settings:
     return finetune.Settings(**({"epochs": 3, "batch_size": 16} | changes))
 
 
-def score(data: Path, place: Path | None = None, **changes: Any) -> dict[str, Any]:
-    return finetune.score(weights(), open_labelled(data), settings(**changes), CPU, place)
+def score(data: Path, prefix: Path | None = None, **changes: Any) -> dict[str, Any]:
+    return finetune.score(weights(), open_labelled(data), settings(**changes), CPU, prefix)
 
 
-def job(data: Path, **changes: Any) -> finetune.Job:
+def training(data: Path, **changes: Any) -> finetune.FinetuneTrainer:
     return finetune.assemble(weights(), open_labelled(data), settings(**changes), CPU, None)
 
 
 def test_groups_and_layer_decay_by_hand() -> None:
     vit = VisionTransformer(16, 3, 2, 8, 16, num_registers=2, layer_scale=0.1)
     model = Classifier(vit, 5, "cls", 0)
-    groups = optim.layer_groups(model.named(), 3, 0.5, 0.05)
+    groups = optim.layer_groups(model.timm_parameters(), 3, 0.5, 0.05)
     found = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     expected = {
         "cls_token": (0.0625, 0),
@@ -63,20 +64,20 @@ def test_groups_and_layer_decay_by_hand() -> None:
         "head.weight": (1.0, 0.05),
         "head.bias": (1.0, 0),
     }
-    named = dict(model.named())
+    named = dict(model.timm_parameters())
     for name, (scale, decay) in expected.items():
         assert found[id(named[name])] == (pytest.approx(scale), decay), name
     assert len(found) == len(list(model.parameters()))
-    assert {group["scale"] for group in optim.layer_groups(model.named(), 3, 1.0, 0.05)} == {1.0}
+    assert {group["scale"] for group in optim.layer_groups(model.timm_parameters(), 3, 1.0, 0.05)} == {1.0}
 
 
 def test_the_schedule_by_hand(tmp_path: Path) -> None:
-    found = job(coloured(tmp_path), epochs=10, lr=0.01, warmup_epochs=2, final_lr=1e-4)  # 3 steps an epoch
+    made = training(coloured(tmp_path), epochs=10, lr=0.01, warmup_epochs=2, final_lr=1e-4)  # 3 steps an epoch
     peak = 0.01 * 16 / 256
-    assert [found.lr(step) for step in (0, 3, 6)] == pytest.approx([0, peak / 2, peak])
-    assert found.lr(18) == pytest.approx(1e-4 + (peak - 1e-4) * 0.5 * (1 + math.cos(math.pi * 12 / 24)))
-    assert found.lr(30) == pytest.approx(1e-4)
-    assert job(coloured(tmp_path), epochs=20, lr=0.01).lr(6) == pytest.approx(peak)  # a tenth is warm-up
+    assert [made.lr_at(step / 30, step) for step in (0, 3, 6)] == pytest.approx([0, peak / 2, peak])
+    assert made.lr_at(0.6, 18) == pytest.approx(1e-4 + (peak - 1e-4) * 0.5 * (1 + math.cos(math.pi * 12 / 24)))
+    assert made.lr_at(1.0, 30) == pytest.approx(1e-4)
+    assert training(coloured(tmp_path), epochs=20, lr=0.01).lr_at(0.1, 6) == pytest.approx(peak)  # a tenth is warm-up
 
 
 def test_what_depends_on_the_backbone(tmp_path: Path) -> None:
@@ -158,14 +159,14 @@ class Stopped(BaseException):
 
 def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The program is killed before a step."""
-    real = finetune._step
+    real = Trainer._step
 
-    def step(work: finetune.Job, model: Any, shown: Any, number: int) -> torch.Tensor:
+    def step(trainer: Trainer, model: Any, batches: Any, number: int, lr: float) -> dict[str, torch.Tensor]:
         if number == at:
             raise Stopped
-        return real(work, model, shown, number)
+        return real(trainer, model, batches, number, lr)
 
-    monkeypatch.setattr(finetune, "_step", step)
+    monkeypatch.setattr(Trainer, "_step", step)
 
 
 def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +192,24 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
     assert rows[0] == rows[1] == [3, 6, 9]
 
 
+def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state did not say how long the training took."""
+    data = coloured(tmp_path / "data", shuffled=True)
+    whole = score(data, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stopping(patch, 5)
+        with pytest.raises(Stopped):
+            score(data, tmp_path / "parts", checkpoint_minutes=1e-9)
+    folder = tmp_path / "parts" / "checkpoints" / "step_5"
+    state = json.loads((folder / "state.json").read_text())
+    del state["seconds"]
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["state.json"] = snapshot.facts(folder / "state.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert score(data, tmp_path / "parts") == whole
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = coloured(tmp_path / "data")
     with monkeypatch.context() as patch:
@@ -213,8 +232,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         score(data, tmp_path / "out")
 
 
-def losses(place: Path) -> list[float]:
-    return [row["loss"] for row in Run(place).rows("metrics.jsonl")]
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in Run(folder).rows("metrics.jsonl")]
 
 
 def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,41 +245,41 @@ def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, m
     assert losses(tmp_path / "threads") == losses(tmp_path / "plain")
     score(data, tmp_path / "micro", micro_batch_size=4)
     assert losses(tmp_path / "micro") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
-    monkeypatch.setattr(finetune, "AT_ONCE", 7)
+    monkeypatch.setattr(finetune, "TEST_BATCH_SIZE", 7)
     monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)
     assert score(data, tmp_path / "streamed") == plain
     assert losses(tmp_path / "streamed") == losses(tmp_path / "plain")
 
 
 def test_the_average_of_weights_by_hand(tmp_path: Path) -> None:
-    made = job(coloured(tmp_path), ema=0.75, **PLAIN)
+    made = training(coloured(tmp_path), ema=0.75, **PLAIN)
     assert made.ema is not None
-    shown = made.crops.batches(0, 2, made.micro, finetune.altering(made))
+    batches = made.batches(0, 2)
     expected = made.model.head.weight.detach().clone()
     for step in range(2):
-        finetune._step(made, made.model.train(), shown, step + 5)
+        made._step(made.model.train(), batches, step + 5, made.lr_at(0.0, step + 5))
         expected = 0.75 * expected + 0.25 * made.model.head.weight.detach()
-    shown.close()
+    batches.close()
     torch.testing.assert_close(made.ema.head.weight.detach(), expected)
 
 
 def test_a_step_by_hand(tmp_path: Path) -> None:
     """Loss and update of one plain step against AdamW on the same images."""
-    made = job(coloured(tmp_path), weight_decay=0.1, lr=0.1, layer_decay=1.0, **PLAIN)
+    made = training(coloured(tmp_path), weight_decay=0.1, lr=0.1, layer_decay=1.0, **PLAIN)
     again = weights()
     again.vit.load_state_dict(made.model.vit.state_dict())
     other = Classifier(again.vit, 3, "cls", 0)
     decayed = [p for p in other.parameters() if p.ndim == 2 or p.ndim == 4]
     rest = [p for p in other.parameters() if not any(p is q for q in decayed)]
-    lr = made.lr(7)
+    lr = made.lr_at(0.0, 7)
     slow = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0}], lr=lr)
-    for_us, for_them = (made.crops.batches(7, 8, 16, finetune.altering(made)) for _ in range(2))
+    for_us, for_them = (made.batches(7, 8) for _ in range(2))
     seen = next(for_them)
     loss = torch.nn.functional.cross_entropy(other(seen.images), seen.labels)
     loss.backward()
     slow.step()
-    assert finetune._step(made, made.model.train(), for_us, 7).item() == pytest.approx(loss.item(), rel=1e-5)
-    for (name, a), b in zip(made.model.named(), other.parameters(), strict=True):
+    assert made._step(made.model.train(), for_us, 7, lr)["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+    for (name, a), b in zip(made.model.timm_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
     for_us.close()
     for_them.close()

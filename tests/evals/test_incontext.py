@@ -15,7 +15,7 @@ from PIL import Image
 import adclr as package
 from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals import frames, incontext
-from adclr.evals.incontext import Memory, ask, drawn, patch_labels
+from adclr.evals.incontext import Memory, patch_labels, predict_labels, sample_patches
 from dense_scenes import backbone, evaluated, saved, segmented
 from tiny import TINY
 
@@ -37,12 +37,12 @@ def test_the_nearest_are_read_by_a_softmax_in_any_chunks(monkeypatch: pytest.Mon
     memory = Memory(keys, torch.rand(300, 4))
     queries = torch.nn.functional.normalize(torch.randn(20, 8), dim=1)
     expected = torch.tensor([slow(memory, query, 30, 0.05) for query in queries])
-    whole = ask(memory, queries, 30, 0.05)
+    whole = predict_labels(memory, queries, 30, 0.05)
     torch.testing.assert_close(whole, expected, atol=1e-5, rtol=0)
-    monkeypatch.setattr(incontext, "NUMBERS", 1200)
-    monkeypatch.setattr(incontext, "ACROSS", 64)
-    torch.testing.assert_close(ask(memory, queries, 30, 0.05), whole, atol=1e-6, rtol=0)
-    few = ask(Memory(keys[:5], memory.labels[:5]), queries, 30, 1e6)  # all there are, and all alike
+    monkeypatch.setattr(incontext, "MAX_SIMILARITIES", 1200)
+    monkeypatch.setattr(incontext, "MAX_KEYS", 64)
+    torch.testing.assert_close(predict_labels(memory, queries, 30, 0.05), whole, atol=1e-6, rtol=0)
+    few = predict_labels(Memory(keys[:5], memory.labels[:5]), queries, 30, 1e6)  # all there are, and all alike
     torch.testing.assert_close(few, memory.labels[:5].mean(dim=0).expand(20, -1), atol=1e-4, rtol=0)
 
 
@@ -65,13 +65,13 @@ def test_rare_classes_come_more_often_and_unlabelled_patches_never() -> None:
     picks = torch.zeros(100)
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
-        chosen = drawn(counts, 20, torch.rand(100, generator=generator))
+        chosen = sample_patches(counts, 20, torch.rand(100, generator=generator))
         assert len(chosen) == 20
         assert (chosen.diff() > 0).all()
         picks[chosen] += 1
     assert picks[90:].sum() == 0
     assert picks[80:90].mean() > 2.5 * picks[:80].mean()
-    assert len(drawn(counts, 1000, torch.rand(100))) == 90
+    assert len(sample_patches(counts, 1000, torch.rand(100))) == 90
 
 
 def test_ideal_features_score_100() -> None:
@@ -82,11 +82,11 @@ def test_ideal_features_score_100() -> None:
     labels = classes.repeat_interleave(4, 1).repeat_interleave(4, 2).to(torch.uint8)
     features = torch.eye(num_classes)[classes.flatten(1)].flatten(0, 1)
     shares = patch_labels(labels, grid, 4, num_classes).flatten(0, 1) / 16
-    said = ask(Memory(features, shares), features, 30, 0.02)
+    said = predict_labels(Memory(features, shares), features, 30, 0.02)
     assert torch.equal(said.argmax(dim=1), classes.flatten())
-    tally = incontext.iou.Tally(num_classes, CPU)
-    tally.add(said.argmax(dim=1), classes.flatten())
-    assert incontext.iou.scores("x", tally.matrix(), list("abcde"))["x_miou"] == 100
+    confusion = incontext.iou.Confusion(num_classes, CPU)
+    confusion.add(said.argmax(dim=1), classes.flatten())
+    assert incontext.iou.scores("x", confusion.matrix(), list("abcde"))["x_miou"] == 100
 
 
 def score(data: Path, **changes: Any) -> dict[str, Any]:

@@ -16,11 +16,11 @@ CPU = torch.device("cpu")
 def test_an_answer_worked_by_hand() -> None:
     labels = torch.tensor([[0, 0, 0, 1], [1, 1, IGNORE, IGNORE]])
     predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 0, 2]])
-    tally = iou.Tally(4, CPU)
-    tally.add(predicted[0], labels[0])  # in parts
-    tally.add(predicted[1], labels[1])
-    assert tally.matrix().tolist() == [[2, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    found = iou.scores("x", tally.matrix(), ["a", "b", "c", "d"])
+    confusion = iou.Confusion(4, CPU)
+    confusion.add(predicted[0], labels[0])  # in parts
+    confusion.add(predicted[1], labels[1])
+    assert confusion.matrix().tolist() == [[2, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    found = iou.scores("x", confusion.matrix(), ["a", "b", "c", "d"])
     assert found["x_miou"] == pytest.approx(50)  # 2/4 and 2/4; c was said only of what is ignored, so it does not occur
     assert found["x_aacc"] == pytest.approx(100 * 4 / 6)
     assert found["x_macc"] == pytest.approx(100 * 2 / 3)
@@ -29,9 +29,9 @@ def test_an_answer_worked_by_hand() -> None:
 
 
 def test_a_class_that_is_only_predicted_has_an_iou_of_0_and_no_accuracy() -> None:
-    tally = iou.Tally(3, CPU)
-    tally.add(torch.tensor([0, 2]), torch.tensor([0, 0]))
-    found = iou.scores("x", tally.matrix(), ["a", "b", "c"])
+    confusion = iou.Confusion(3, CPU)
+    confusion.add(torch.tensor([0, 2]), torch.tensor([0, 0]))
+    found = iou.scores("x", confusion.matrix(), ["a", "b", "c"])
     assert found["x_miou"] == pytest.approx(25)  # a 1/2, c 0
     assert found["x_macc"] == pytest.approx(50)
     assert found["per_class"]["c"]["iou"] == 0
@@ -48,10 +48,10 @@ def test_random_predictions_score_what_torchmetrics_says(num_classes: int) -> No
     )
     labels[torch.rand(3, 40, 50, generator=generator) < 0.1] = IGNORE
     labels[labels == num_classes - 1] = 0  # a class that is only predicted
-    tally = iou.Tally(num_classes, CPU)
+    confusion = iou.Confusion(num_classes, CPU)
     for part in range(3):
-        tally.add(predicted[part], labels[part].to(torch.uint8))
-    found = iou.scores("x", tally.matrix(), [str(c) for c in range(num_classes)])
+        confusion.add(predicted[part], labels[part].to(torch.uint8))
+    found = iou.scores("x", confusion.matrix(), [str(c) for c in range(num_classes)])
     each = MulticlassJaccardIndex(num_classes, average=None, ignore_index=IGNORE)(predicted, labels)
     mean = MulticlassJaccardIndex(num_classes, average="macro", ignore_index=IGNORE)(predicted, labels)
     right = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORE)(predicted, labels)

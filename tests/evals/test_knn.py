@@ -126,7 +126,7 @@ def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
         path.rename(data / "val" / "c1" / f"was_blue_{path.name}")
     labelled = open_labelled(data)
     found = knn.score(
-        random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False, place=tmp_path / "v1.5"
+        random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False, prefix=tmp_path / "v1.5"
     )
     blue, red = (int((labelled.val.labels == label).sum()) for label in (0, 1))
     assert found["confusion"] == [[blue, 0], [5, red - 5]]

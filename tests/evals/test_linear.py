@@ -16,7 +16,8 @@ from adclr.data.augment import crop
 from adclr.data.draws import Draws, crop_boxes
 from adclr.data.sets.classes import open_labelled
 from adclr.evals import linear
-from adclr.evals.crops import ASPECT, Crops, fitting, side
+from adclr.evals.crops import ASPECT, Crops, fit_batch_size
+from adclr.evals.task import crop_size
 from adclr.model.vit import VisionTransformer
 from plain_images import coloured, weights
 
@@ -83,7 +84,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
     assert plain["num_unreadable"] == 1
     assert plain["num_train"] == 40
     assert score(data, epochs=3, num_workers=7) == plain
-    monkeypatch.setattr(linear, "AT_ONCE", 7)
+    monkeypatch.setattr(linear, "TEST_BATCH_SIZE", 7)
     assert score(data, epochs=3) == plain
     monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)  # decoded anew in every epoch
     assert score(data, epochs=3, num_workers=3) == plain
@@ -92,7 +93,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
 def test_features_are_dinos() -> None:
     images = torch.randn(2, 3, 32, 32)
     for vit in (VisionTransformer(384, 6, 6, 16, 32).eval(), VisionTransformer(768, 2, 12, 16, 32).eval()):
-        found = linear.pool(vit, linear.Protocol(), None)(images)
+        found = linear.pool(vit, linear.LinearSettings(), None)(images)
         assert found.shape == (2, 1536)
         if vit.dim == 384:
             torch.testing.assert_close(found[:, -384:], vit(images).cls)
@@ -100,8 +101,8 @@ def test_features_are_dinos() -> None:
         else:
             torch.testing.assert_close(found, torch.cat([vit(images).cls, vit(images).patches.mean(1)], dim=1))
     small = VisionTransformer(16, 2, 2, 8, 16).eval()
-    assert linear.pool(small, linear.Protocol(), None)(torch.randn(1, 3, 16, 16)).shape == (1, 32)  # no 4 blocks
-    both = linear.pool(small, linear.Protocol(num_blocks=1, mean_patch=True), None)
+    assert linear.pool(small, linear.LinearSettings(), None)(torch.randn(1, 3, 16, 16)).shape == (1, 32)  # no 4 blocks
+    both = linear.pool(small, linear.LinearSettings(num_blocks=1, mean_patch=True), None)
     assert both(torch.randn(1, 3, 16, 16)).shape == (1, 32)
 
 
@@ -130,7 +131,7 @@ def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path
     last = [index for index, label in enumerate(labelled.train.labels) if label == 0][-1]  # the next is of class 1
     (data / "train" / labelled.train.source.paths[last]).write_bytes(b"no image")
     crops = Crops(weights(), labelled, linear.Settings(), CPU, 24, 12, 0.08)
-    shown = crops.batches(0, 1, 12, lambda images, _: (images, []))
+    shown = crops.batches(0, 1, 12, lambda images, _: (images, None))
     (batch,) = list(shown)
     shown.close()
     red = batch.images[:, 0].mean(dim=(1, 2)) > batch.images[:, 1].mean(dim=(1, 2))
@@ -140,17 +141,17 @@ def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path
 
 
 def test_batches_and_sizes_that_cannot_be_are_refused() -> None:
-    assert fitting(256, 1000, 2) == 256
-    assert fitting(256, 99, 4) == 96
+    assert fit_batch_size(256, 1000, 2) == 256
+    assert fit_batch_size(256, 99, 4) == 96
     with pytest.raises(UserError, match="batch_size=7 does not divide by 2"):
-        fitting(7, 100, 2)
+        fit_batch_size(7, 100, 2)
     with pytest.raises(UserError, match="too few"):
-        fitting(8, 1, 2)
+        fit_batch_size(8, 1, 2)
     with pytest.raises(UserError, match="size=20 is not divisible by patches of 8"):
-        side(weights().vit, 20)
-    assert side(weights().vit, None) == 24
+        crop_size(weights().vit, 20)
+    assert crop_size(weights().vit, None) == 24
     with pytest.raises(UserError, match="set size"):
-        side(VisionTransformer(16, 1, 2, 8, (16, 24)), None)
+        crop_size(VisionTransformer(16, 1, 2, 8, (16, 24)), None)
 
 
 def unreadable(data: Path, split: str, name: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from adclr.data.draws import Draws
 from adclr.data.sets import scenes
 from adclr.evals import randaugment as ra
-from adclr.evals.mixing import Eraser, Mix, draw_mix, kept, smoothed
+from adclr.evals.mixing import Eraser, Mix, draw_mix, drop_path_scales, smooth_labels
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,11 +40,11 @@ def difference(made: Tensor, expected: Image.Image, inside: int = 0) -> Tensor:
 
 THEIRS = {
     ra.autocontrast: "AutoContrast",
-    ra.equalise: "Equalize",
+    ra.equalize: "Equalize",
     ra.invert: "Invert",
-    ra.posterise: "PosterizeIncreasing",
-    ra.solarise: "SolarizeIncreasing",
-    ra.solarise_add: "SolarizeAdd",
+    ra.posterize: "PosterizeIncreasing",
+    ra.solarize: "SolarizeIncreasing",
+    ra.solarize_add: "SolarizeAdd",
     ra.saturation: "ColorIncreasing",
     ra.contrast: "ContrastIncreasing",
     ra.brightness: "BrightnessIncreasing",
@@ -122,7 +122,7 @@ def test_erasing_is_a_rectangle_of_noise_for_a_quarter() -> None:
 
 
 def test_mixing_by_hand() -> None:
-    images, targets = torch.randn(5, 3, 8, 8), smoothed(torch.tensor([0, 1, 2, 0, 1]), 3, 0.1)
+    images, targets = torch.randn(5, 3, 8, 8), smooth_labels(torch.tensor([0, 1, 2, 0, 1]), 3, 0.1)
     other = [1, 0, 3, 2, 4]
     faint, soft = Mix(0.7, None)(images.clone(), targets)
     for i, j in enumerate(other):
@@ -139,7 +139,7 @@ def test_mixing_by_hand() -> None:
 def test_soft_labels_are_timms() -> None:
     labels, share = torch.tensor([2, 0]), 0.3
     expected = mixup.mixup_target(labels, 4, share, 0.1)  # which mixes with the batch turned about
-    found = Mix(share, None)(torch.zeros(2, 3, 4, 4), smoothed(labels, 4, 0.1))[1]
+    found = Mix(share, None)(torch.zeros(2, 3, 4, 4), smooth_labels(labels, 4, 0.1))[1]
     torch.testing.assert_close(found, expected)
 
 
@@ -161,14 +161,14 @@ def test_shares_are_drawn_as_told() -> None:
 
 
 def test_drop_path_is_drawn_for_each_image() -> None:
-    found = kept(Draws(0, 0, keys(4000)), 3, 0.4, CPU)
+    found = drop_path_scales(Draws(0, 0, keys(4000)), 3, 0.4, CPU)
     assert found is not None
     assert found.shape == (3, 2, 4000)
     assert (found[0] == 1).all()
     for block, rate in ((1, 0.2), (2, 0.4)):
         assert found[block].unique().tolist() == pytest.approx([0, 1 / (1 - rate)])
         assert (found[block] == 0).double().mean().item() == pytest.approx(rate, abs=4 * math.sqrt(0.24 / 8000))
-    some = kept(Draws(0, 0, keys(4000)[100:103]), 3, 0.4, CPU)
+    some = drop_path_scales(Draws(0, 0, keys(4000)[100:103]), 3, 0.4, CPU)
     assert some is not None
     assert torch.equal(some, found[:, :, 100:103])
-    assert kept(Draws(0, 0, keys(2)), 3, 0.0, CPU) is None
+    assert drop_path_scales(Draws(0, 0, keys(2)), 3, 0.0, CPU) is None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from adclr.data.draws import Draws
 from adclr.data.packed import pack
 from adclr.data.sets.pixels import IGNORE, open_segmented
-from adclr.evals.scaled_crops import COLOURS, TRIES, Cut, ScaledCrops, crop, distorted
+from adclr.evals.scaled_crops import NUM_COLOR_DRAWS, TRIES, CropPlan, ScaledCrops, crop, distort_colors
 from dense_scenes import backbone, segmented, striped
 
 CPU = torch.device("cpu")
@@ -21,16 +21,16 @@ SIZES = [(20, 30), (33, 17), (24, 24)]
 RESIZED = [(40, 60), (25, 13), (24, 24)]  # larger, smaller, as it is
 
 
-def cut_of(corners: list[tuple[int, int]], flip: list[bool]) -> Cut:
-    places = np.repeat(np.array(corners)[:, None], TRIES, axis=1)
+def plan_of(corners: list[tuple[int, int]], flip: list[bool]) -> CropPlan:
+    all_tries = np.repeat(np.array(corners)[:, None], TRIES, axis=1)
     draws = Draws(0, 0, np.arange(3, dtype=np.uint64))
-    return Cut(np.array(RESIZED), places, np.array(flip), np.zeros((3, COLOURS), np.float32), draws)
+    return CropPlan(np.array(RESIZED), all_tries, np.array(flip), np.zeros((3, NUM_COLOR_DRAWS), np.float32), draws)
 
 
 def test_a_crop_is_a_piece_of_the_resized_image() -> None:
     images = [striped(*size, channels=4) for size in SIZES]
     corners, size = [(7, 19), (0, 0), (2, 1)], 20
-    found, labels, inside = crop(pack(images), cut_of(corners, [False, True, False]), size)
+    found, labels, inside = crop(pack(images), plan_of(corners, [False, True, False]), size)
     for place, (image, target, (top, left)) in enumerate(zip(images, RESIZED, corners, strict=True)):
         pixels = torch.from_numpy(image).float().unsqueeze(0)
         whole = F.interpolate(pixels[:, :3], size=target, mode="bilinear")[0] / 255
@@ -55,26 +55,26 @@ def test_a_crop_with_too_much_of_one_class_is_drawn_again() -> None:
     image = np.concatenate([striped(64, 64), label])
     corners = np.zeros((1, TRIES, 2), np.int64)  # all class 0
     corners[0, 4:] = (0, 30)  # half of each
-    cut = Cut(
+    plan = CropPlan(
         np.array([[64, 64]]),
         corners,
         np.array([False]),
-        np.zeros((1, COLOURS), np.float32),
+        np.zeros((1, NUM_COLOR_DRAWS), np.float32),
         Draws(0, 0, np.zeros(1, np.uint64)),
     )
-    assert crop(pack([image]), cut, 20)[1].float().mean() == 0.5
+    assert crop(pack([image]), plan, 20)[1].float().mean() == 0.5
     corners[0, 4:-1], corners[0, -1] = 0, (3, 0)  # none fits: the last is taken
-    found = crop(pack([image]), cut, 20)
+    found = crop(pack([image]), plan, 20)
     torch.testing.assert_close(found[0][0], torch.from_numpy(image[:3, 3:23, :20]).float() / 255)
 
 
 def test_colours_change_by_their_numbers_alone() -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 5, 5)
-    numbers = torch.zeros(4, COLOURS)
-    torch.testing.assert_close(distorted(x.clone(), numbers), x, atol=1e-6, rtol=0)
+    numbers = torch.zeros(4, NUM_COLOR_DRAWS)
+    torch.testing.assert_close(distort_colors(x.clone(), numbers), x, atol=1e-6, rtol=0)
     numbers[0, 0], numbers[1, 2], numbers[2, 3], numbers[3, 4] = 1.0, -1.0, -1.0, 0.5
-    found = distorted(x.clone(), numbers)
+    found = distort_colors(x.clone(), numbers)
     torch.testing.assert_close(found[0], (x[0] + 32 / 255).clamp(0, 1))
     torch.testing.assert_close(found[1], x[1] * 0.5)
     top = x[2].amax(dim=0)
@@ -82,9 +82,9 @@ def test_colours_change_by_their_numbers_alone() -> None:
     torch.testing.assert_close(found[3].amax(dim=0), x[3].amax(dim=0))  # a turned hue is as bright
     assert not torch.allclose(found[3], x[3], atol=0.01)
     # at most 18 of the 180 steps that OpenCV, and so mmsegmentation, divides the circle into: 36 degrees
-    red, most = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1), torch.zeros(1, COLOURS)
+    red, most = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1), torch.zeros(1, NUM_COLOR_DRAWS)
     most[0, 4] = 1.0
-    torch.testing.assert_close(distorted(red, most).flatten(), torch.tensor([1.0, 0.6, 0.0]))
+    torch.testing.assert_close(distort_colors(red, most).flatten(), torch.tensor([1.0, 0.6, 0.0]))
 
 
 def shown(data: Path, batch_size: int, steps: int) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -95,10 +95,10 @@ def shown(data: Path, batch_size: int, steps: int) -> dict[int, tuple[torch.Tens
     )
     rows = {}
     with closing(crops.batches(0, steps)) as batches:
-        for seen in batches:
-            assert seen.kept is not None
-            for place, number in enumerate(seen.places.tolist()):
-                rows[number] = seen.images[place], seen.labels[place], seen.kept[..., place]
+        for batch in batches:
+            assert batch.path_scales is not None
+            for row, position in enumerate(batch.positions.tolist()):
+                rows[position] = batch.images[row], batch.labels[row], batch.path_scales[..., row]
     return rows
 
 

@@ -16,10 +16,19 @@ from PIL import Image
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.pixels import IGNORE, open_segmented
-from adclr.evals import iou, segmentation, trainer
+from adclr.evals import iou, segmentation
 from adclr.evals.decoders import Fpn, Linear, UperNet
 from adclr.evals.pyramid import BatchNorm, Pyramid, blocks_at
-from adclr.evals.segmentation import Segmenter, Settings, predict, protocol_of, sliding, starts, whole
+from adclr.evals.segmentation import (
+    Segmenter,
+    Settings,
+    predict,
+    predict_sliding,
+    predict_whole,
+    protocol_of,
+    window_starts,
+)
+from adclr.evals.trainer import Trainer
 from dense_scenes import CLASSES, backbone, evaluated, refused, saved, segmented
 
 CPU = torch.device("cpu")
@@ -67,9 +76,9 @@ def test_a_linear_head_on_an_ideal_feature_map_scores_100() -> None:
         F.cross_entropy(head([maps])[0], labels).backward()
         optimizer.step()
     head.eval()
-    tally = iou.Tally(11, CPU)
-    tally.add(head([maps])[0].argmax(dim=1), labels)
-    assert iou.scores("x", tally.matrix(), CLASSES)["x_miou"] == 100
+    confusion = iou.Confusion(11, CPU)
+    confusion.add(head([maps])[0].argmax(dim=1), labels)
+    assert iou.scores("x", confusion.matrix(), CLASSES)["x_miou"] == 100
 
 
 @pytest.mark.parametrize(
@@ -94,11 +103,11 @@ def test_each_head_overfits_eight_scenes(tmp_path: Path, head: str, rescaled: bo
 
 
 def test_windows_cover_a_length_and_end_where_it_ends() -> None:
-    assert starts(10, 10, 4) == starts(7, 10, 4) == [0]
-    assert starts(16, 10, 4) == [0, 4, 6]
-    assert starts(18, 10, 4) == [0, 4, 8]
+    assert window_starts(10, 10, 4) == window_starts(7, 10, 4) == [0]
+    assert window_starts(16, 10, 4) == [0, 4, 6]
+    assert window_starts(18, 10, 4) == [0, 4, 8]
     for length in range(5, 40):
-        covered = {start + i for start in starts(length, 5, 3) for i in range(5)}
+        covered = {start + i for start in window_starts(length, 5, 3) for i in range(5)}
         assert covered == set(range(length))
 
 
@@ -106,15 +115,15 @@ def test_sliding_is_the_mean_of_its_windows_and_one_window_is_the_whole() -> Non
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(3, 4, 4, 4)
     images = torch.rand(2, 3, 16, 24)
-    torch.testing.assert_close(sliding(layer, images, 24, 16), whole(layer, images))
+    torch.testing.assert_close(predict_sliding(layer, images, 24, 16), predict_whole(layer, images))
     sums, counts = torch.zeros(2, 4, 16, 24), torch.zeros(16, 24)
     for top in (0, 4, 8):
         for left in (0, 4, 8, 12, 16):
-            piece = whole(layer, images[..., top : top + 8, left : left + 8])
+            piece = predict_whole(layer, images[..., top : top + 8, left : left + 8])
             sums[..., top : top + 8, left : left + 8] += piece
             counts[top : top + 8, left : left + 8] += 1
     for at_once in (1, 100):
-        torch.testing.assert_close(sliding(layer, images, 8, 4, at_once), sums / counts)
+        torch.testing.assert_close(predict_sliding(layer, images, 8, 4, at_once), sums / counts)
 
 
 def test_a_trained_segmenter_sees_the_same_through_one_window() -> None:
@@ -189,10 +198,10 @@ def test_layers_are_slower_the_deeper_they_lie(tmp_path: Path) -> None:
     settings = Settings(head="fpn", size=16, layer_decay=0.5, width=16)
     weights, data = backbone(), open_segmented(segmented(tmp_path, 2, 1, 16))
     protocol = protocol_of(settings)
-    job = segmentation.Job(settings, protocol, weights, data, Segmenter(weights, settings, protocol, 11), CPU, None)
-    made = segmentation.assemble(job, None, None)  # type: ignore[arg-type]
+    model = Segmenter(weights, settings, protocol, 11)
+    made = segmentation.assemble(weights, data, settings, protocol, model, CPU, None)
     scale = {id(p): group["scale"] for group in made.optimizer.param_groups for p in group["params"]}
-    named = dict(job.model.named_parameters())
+    named = dict(model.named_parameters())
     assert scale[id(named["pyramid.vit.pos_embed"])] == 0.125
     assert scale[id(named["pyramid.vit.blocks.1.attn.qkv.weight"])] == 0.5
     assert scale[id(named["decoder.classify.weight"])] == 1
@@ -218,17 +227,31 @@ def test_batch_norm_of_one_process_is_torchs() -> None:
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+def test_torchs_batch_norm_for_gpus_takes_over_parameters_and_state() -> None:
+    """Several processes on GPUs train with `nn.SyncBatchNorm`; the optimizer and the state keep their tensors."""
+    settings = Settings(head="upernet", size=32, width=16)
+    model = Segmenter(backbone(32, 2, 4, 16), settings, protocol_of(settings), 5)
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    converted = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert not any(isinstance(module, BatchNorm) for module in model.modules())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == {
+        name: value.data_ptr() for name, value in state.items()
+    }
+
+
 def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_segmented(segmented(tmp_path / "data", 5, 2, 16))
     settings = Settings(**(PLAIN | {"head": "upernet", "size": 16, "steps": 6, "batch_size": 3, "width": 8}))
 
-    def trained(place: Path) -> tuple[dict[str, Any], bytes]:
-        found = segmentation.score(backbone(), data, settings, CPU, place)
-        return found, (place / "model.safetensors").read_bytes()
+    def trained(prefix: Path) -> tuple[dict[str, Any], bytes]:
+        found = segmentation.score(backbone(), data, settings, CPU, prefix)
+        return found, (prefix / "model.safetensors").read_bytes()
 
     straight, model = trained(tmp_path / "straight")
-    step = trainer._step
-    monkeypatch.setattr(trainer, "_step", lambda *given: 1 / 0 if given[3] == 4 else step(*given))
+    step = Trainer._step
+    monkeypatch.setattr(Trainer, "_step", lambda *given: 1 / 0 if given[3] == 4 else step(*given))
     monkeypatch.setattr("adclr.evals.trainer.time.monotonic", iter(range(0, 10**9, 1000)).__next__)  # saves every step
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path / "resumed")
@@ -248,7 +271,7 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyte
     assert json.loads((tmp_path / "resumed" / "model.json").read_text())["classes"] == CLASSES
 
 
-def test_a_course_ends_when_its_time_is_up(tmp_path: Path) -> None:
+def test_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
     data = open_segmented(segmented(tmp_path / "data", 4, 1, 16))
     settings = Settings(**(PLAIN | {"size": 16, "steps": 10**6, "batch_size": 2, "minutes": 0.02}))
     found = segmentation.score(backbone(), data, settings, CPU)

@@ -26,8 +26,8 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sets import public
 from adclr.data.sets.classes import open_labelled
-from adclr.evals import NAMES, finetune, module, told, transfer
-from adclr.evals.task import Conditions, weights_of
+from adclr.evals import NAMES, finetune, format_scores, module, transfer
+from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system.runs import Run
 from plain_images import coloured, weights
 
@@ -308,7 +308,7 @@ def test_bad_data_is_one_sentence_and_nothing_is_written(
 
 def test_the_control_is_the_same_vit_newly_made(backbone: Path) -> None:
     def state(**changes: Any) -> dict[str, torch.Tensor]:
-        return weights_of(Conditions(weights=str(backbone), **changes), torch.device("cpu")).vit.state_dict()
+        return load_backbone(EvaluationSettings(weights=str(backbone), **changes), torch.device("cpu")).vit.state_dict()
 
     trained, control, again = state(), state(from_scratch=True), state(from_scratch=True)
     other = state(from_scratch=True, seed=1)
@@ -320,7 +320,9 @@ def test_the_control_is_the_same_vit_newly_made(backbone: Path) -> None:
 
 
 def test_scores_for_people_leave_each_class_to_the_file() -> None:
-    lines = told({"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}).splitlines()
+    lines = format_scores(
+        {"a_top1": 50.0, "b": 33.333, "best_lr": 0.0005, "why": "val", "per_class": {"x": 1.0}}
+    ).splitlines()
     assert [line.split() for line in lines] == [
         ["a_top1", "50.00", "%"],
         ["b", "33.33"],

@@ -15,7 +15,7 @@ from scipy import ndimage
 from adclr.config.sections import UserError
 from adclr.data.sets import davis
 from adclr.evals import video
-from adclr.evals.video import Settings, boundary, contour, near, propagate, region, sides, thickened
+from adclr.evals.video import Settings, boundary, contour, dilate, neighborhood, propagate, region, resized_size
 from dense_scenes import backbone, evaluated, refused, saved
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_f_is_its_formula() -> None:
         assert region(pair[0], pair[1]).item() == pytest.approx(both / either)
     dots = torch.zeros(1, 9, 9, dtype=torch.bool)
     dots[0, 4, 4] = True
-    assert thickened(dots, 2).sum() == 13
+    assert dilate(dots, 2).sum() == 13
 
 
 def slow_propagation(
@@ -135,7 +135,7 @@ def test_labels_are_handed_on_by_the_formula() -> None:
         expected = slow_propagation(features, first, grid, queue, reach, k, 0.1)
         found = propagate(*given, grid, queue, reach, k, 0.1)
         torch.testing.assert_close(found, torch.from_numpy(np.stack(expected)), atol=1e-5, rtol=0)
-    assert near(grid, 0, CPU).all()
+    assert neighborhood(grid, 0, CPU).all()
 
 
 def test_ideal_features_hand_a_moving_shape_on_to_the_end() -> None:
@@ -169,10 +169,10 @@ def test_moving_shapes_score_90_with_a_new_backbone(tmp_path: Path) -> None:
 
 
 def test_frames_have_dinos_sizes() -> None:
-    assert sides(480, 854, 480, 16) == (480, 832)
-    assert sides(480, 854, 480, 8) == (480, 832)
-    assert sides(1080, 608, 480, 16) == (832, 480)
-    assert sides(100, 100, 96, 14) == (98, 98)
+    assert resized_size(480, 854, 480, 16) == (480, 832)
+    assert resized_size(480, 854, 480, 8) == (480, 832)
+    assert resized_size(1080, 608, 480, 16) == (832, 480)
+    assert resized_size(100, 100, 96, 14) == (98, 98)
 
 
 def test_in_one_process_and_in_two(tmp_path: Path) -> None:

@@ -108,5 +108,7 @@ def test_matching_has_its_control_with_it(trained: Path, images: Path, capsys: p
     ],
 )
 def test_a_score_is_above_below_or_the_same(scores: dict[str, Any], words: str, tmp_path: Path) -> None:
-    (line,) = wording.verdict("knn", module("knn").Settings(weights="w", data="d"), scores, tmp_path / "none.json")
+    (line,) = wording.compare_with_control(
+        "knn", module("knn").Settings(weights="w", data="d"), scores, tmp_path / "none.json"
+    )
     assert words in line

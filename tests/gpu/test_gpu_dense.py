@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from on_gpu import CUDA
-from test_scaled_crops import SIZES, cut_of
+from test_scaled_crops import SIZES, plan_of
 from test_video import drawn
 
 from adclr.data.packed import pack
@@ -16,7 +16,7 @@ from adclr.data.sets import davis
 from adclr.data.sets.coco import open_instances
 from adclr.data.sets.pixels import open_segmented
 from adclr.evals import detection, incontext, segmentation, video
-from adclr.evals.incontext import Memory, ask
+from adclr.evals.incontext import Memory, predict_labels
 from adclr.evals.scaled_crops import crop
 from dense_scenes import backbone, instances, segmented, striped
 
@@ -25,11 +25,11 @@ CPU = torch.device("cpu")
 
 
 def test_crops_are_those_of_the_cpu() -> None:
-    packed, cut = (
+    packed, plan = (
         pack([striped(*size, channels=4) for size in SIZES]),
-        cut_of([(7, 19), (0, 0), (2, 1)], [False, True, False]),
+        plan_of([(7, 19), (0, 0), (2, 1)], [False, True, False]),
     )
-    for here, there in zip(crop(packed.to(CUDA), cut, 20), crop(packed, cut, 20), strict=True):
+    for here, there in zip(crop(packed.to(CUDA), plan, 20), crop(packed, plan, 20), strict=True):
         torch.testing.assert_close(here.cpu(), there, atol=1e-5, rtol=0)
 
 
@@ -39,7 +39,7 @@ def test_the_nearest_of_a_large_memory_are_found() -> None:
     keys = torch.nn.functional.normalize(torch.randn(300_000, 64, device=CUDA), dim=1)
     labels = torch.rand(300_000, 9, device=CUDA)
     queries = torch.nn.functional.normalize(keys[::1000] + 0.3 * torch.randn(300, 64, device=CUDA), dim=1)
-    found = ask(Memory(keys.half(), labels.half()), queries.half(), 30, 0.02)
+    found = predict_labels(Memory(keys.half(), labels.half()), queries.half(), 30, 0.02)
     similarity, nearest = (queries @ keys.T).topk(30, dim=1)
     expected = torch.einsum("nk,nkc->nc", (similarity / 0.02).softmax(dim=1), labels[nearest])
     assert (found - expected).abs().mean() < 5e-3

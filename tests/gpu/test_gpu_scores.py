@@ -17,6 +17,7 @@ from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune, linear
 from adclr.evals.mixing import Eraser
 from adclr.evals.randaugment import randaugment
+from adclr.evals.trainer import Trainer
 from adclr.model.vit import VisionTransformer
 from plain_images import coloured, weights
 
@@ -78,15 +79,15 @@ def test_fine_tuning_is_compiled_learns_and_goes_on(
     assert run(tmp_path / "whole")["finetune_top1"] == 100
     assert compiled
     assert "could not be compiled" not in capsys.readouterr().err
-    step = finetune._step
+    step = Trainer._step
 
-    def stopping(job: Any, model: Any, shown: Any, number: int) -> torch.Tensor:
+    def stopping(trainer: Trainer, model: Any, batches: Any, number: int, lr: float) -> dict[str, torch.Tensor]:
         if number == 20:
             raise Stopped
-        return step(job, model, shown, number)
+        return step(trainer, model, batches, number, lr)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "_step", stopping)
+        patch.setattr(Trainer, "_step", stopping)
         with pytest.raises(Stopped):
             run(tmp_path / "parts")
     assert run(tmp_path / "parts")["finetune_top1"] == 100

@@ -1,4 +1,4 @@
-"""From predictions to numbers: top-1, top-5, each class on its own, and who is taken for whom, as a picture."""
+"""Scores of predicted classes: top-1, top-5, the accuracy of each class, and the confusion matrix as a picture."""
 
 from __future__ import annotations
 
@@ -11,69 +11,77 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from adclr.data.sets.classes import Labelled
 from adclr.features.pictures import INK, PAPER, Bar, Cell, sheet, viridis
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
 from adclr.system.fonts import lettering
 
 Counts = NDArray[np.int64]
-DRAWN = 1000  # classes up to which there is a picture
-TOLD = 100  # classes up to which its counts are given as numbers too
-NAMED = 64  # classes up to which the picture has names
-SIDE = 960  # pixels of the picture's matrix, about
-LETTERS = 24  # of a name that are drawn
-MARGIN = 320  # pixels at most for names
-LINE = 24  # pixels of the axis titles
-SMALLEST, LARGE = 18, 64  # pixels of cells that hold a number, and a count below it
+MAX_DRAWN = 1000  # classes with a picture
+MAX_COUNTED = 100  # classes with counts in the JSON file
+MAX_NAMED = 64  # classes with names in the picture
+SIDE = 960  # of the matrix, approximately, pixels
+MAX_LETTERS = 24  # of a name
+MAX_MARGIN = 320  # for names, pixels
+LINE = 24  # height of axis titles, pixels
+PERCENT_CELL, COUNT_CELL = 18, 64  # smallest cells with a percentage, and with a count below it, pixels
 
 
 def accuracies(
-    name: str, ranking: Tensor, labels: Tensor, classes: list[str], place: Path | None = None
+    name: str, ranking: Tensor, labels: Tensor, classes: list[str], prefix: Path | None = None
 ) -> dict[str, Any]:
-    """Percentages of `ranking`, n×k classes from most to least likely; the picture goes to PLACE.png.
+    """Return percentages of `ranking`, n×k classes from most to least likely; draw the picture to PREFIX.png.
 
-    NAME_top1, NAME_top5 and NAME_mean_class (the mean over classes, whatever their sizes), and `per_class`; `confusion`
-    has a row for each true class and a column for each predicted one.
+    They are NAME_top1, NAME_top5, NAME_mean_class (the mean over classes, whatever their sizes) and `per_class`;
+    `confusion` has a row for each true class and a column for each predicted one.
     """
     ranking, labels = ranking[:, :5].cpu(), labels.cpu()
     hits = ranking == labels.unsqueeze(1)
-    images = torch.bincount(labels, minlength=len(classes))
-    right = torch.bincount(labels[hits[:, 0]], minlength=len(classes))
-    per_class = {classes[c]: 100 * right[c].item() / images[c].item() for c in images.nonzero().flatten().tolist()}
-    found: dict[str, Any] = {
+    totals = torch.bincount(labels, minlength=len(classes))
+    correct = torch.bincount(labels[hits[:, 0]], minlength=len(classes))
+    per_class = {classes[c]: 100 * correct[c].item() / totals[c].item() for c in totals.nonzero().flatten().tolist()}
+    scores: dict[str, Any] = {
         f"{name}_top1": 100 * hits[:, 0].double().mean().item(),
         f"{name}_top5": 100 * hits.any(dim=1).double().mean().item(),
         f"{name}_mean_class": sum(per_class.values()) / len(per_class),
         "per_class": per_class,
     }
-    if len(classes) <= DRAWN:
-        counts = confusion(ranking[:, 0], labels, len(classes))
-        if len(classes) <= TOLD:
-            found["confusion"] = counts.tolist()
-        if place is not None and distributed.is_main():
-            title = f"Confusion matrix, {name}: {found[f'{name}_top1']:.1f} % of {len(labels)} images right"
-            draw(place.with_name(place.name + ".png"), counts, classes, title)
-    return found
+    if len(classes) <= MAX_DRAWN:
+        counts = _confusion(ranking[:, 0], labels, len(classes))
+        if len(classes) <= MAX_COUNTED:
+            scores["confusion"] = counts.tolist()
+        if prefix is not None and distributed.is_main():
+            title = f"Confusion matrix, {name}: {scores[f'{name}_top1']:.1f} % of {len(labels)} images right"
+            draw(prefix.with_name(prefix.name + ".png"), counts, classes, title)
+    return scores
 
 
-def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
-    """How many images of the class of the row were taken for the class of the column."""
-    places = labels * num_classes + predicted
-    counts: Counts = torch.bincount(places, minlength=num_classes**2).view(num_classes, num_classes).numpy()
+def count_images(labeled: Labelled, num_train: int, num_val: int) -> dict[str, float]:
+    """Return the numbers of train and val images that were read, and that of unreadable images."""
+    num_images = len(labeled.train.labels) + len(labeled.val.labels)
+    counts = {"num_train": num_train, "num_val": num_val, "num_unreadable": num_images - num_train - num_val}
+    return {name: float(count) for name, count in counts.items()}
+
+
+def _confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
+    """Return the number of images of each true class (row) that were predicted as each class (column)."""
+    cells = labels * num_classes + predicted
+    counts: Counts = torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes).numpy()
     return counts
 
 
 def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> None:
-    """Writes a PNG of the matrix: the share of a true class that was predicted as each class, by color and as a number.
+    """Write a PNG of the matrix: the share of a true class that was predicted as each class, by color and as a number.
 
-    Cells have their percentage where it fits, and the number of images below it where both do; empty cells have none.
+    Cells show their percentage where it fits, and the number of images below it where both fit; empty cells show none.
     """
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     cell = max(1, SIDE // len(classes))
     texts, kind = _labels(classes)
-    size = max(8, min(16, cell - 2)) if len(classes) <= NAMED else 12
+    size = max(8, min(16, cell - 2)) if len(classes) <= MAX_NAMED else 12
     labels = {number: lettering(text, size) for number, text in texts.items()}
-    names = min(MARGIN, max(int(font.getlength(text)) for text, font in labels.values())) + 8
+    names = min(MAX_MARGIN, max(int(font.getlength(text)) for text, font in labels.values())) + 8
     margin = LINE + names
     colors = viridis(shares)
     matrix = Image.fromarray(colors).resize((cell * len(classes),) * 2, Image.Resampling.NEAREST)
@@ -81,26 +89,26 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
     image = Image.new("RGB", (margin + matrix.width, margin + matrix.height), PAPER)
     image.paste(matrix, (margin, margin))
     pen = ImageDraw.Draw(image)
-    columns = Image.new("RGB", (names, matrix.height), PAPER)  # the names of the columns, before they are turned
+    columns = Image.new("RGB", (names, matrix.height), PAPER)  # the names of the columns, before the rotation
     side = ImageDraw.Draw(columns)
     for number, (label, font) in labels.items():
         middle = max(6, round((number + 0.5) * cell))  # where cells are small, half of the first label would be cut
         pen.text((margin - 4, margin + middle), label, fill=INK, font=font, anchor="rm")
         side.text((4, middle), label, fill=INK, font=font, anchor="lm")
     image.paste(columns.rotate(90, expand=True), (margin, LINE))
-    for text, turned in ((f"predicted {kind}", False), (f"true {kind}", True)):
+    for text, rotated in ((f"predicted {kind}", False), (f"true {kind}", True)):
         strip = Image.new("RGB", (matrix.width, LINE), PAPER)
         words = ImageFont.load_default(size=LINE - 6)
         ImageDraw.Draw(strip).text((strip.width // 2, LINE // 2), text, fill=INK, font=words, anchor="mm")
-        image.paste(strip.rotate(90, expand=True) if turned else strip, (0, margin) if turned else (margin, 0))
+        image.paste(strip.rotate(90, expand=True) if rotated else strip, (0, margin) if rotated else (margin, 0))
     scale = Bar("0 %", "100 %", "of the images of the true class")
     write_atomically(path, outputs.png(sheet([[Cell(image, title)]], bar=scale, text=16), "evaluate"))
 
 
 def _labels(classes: list[str]) -> tuple[dict[int, str], str]:
-    """Returns the labels of rows and columns by number, and what they are: names, or of many classes some numbers."""
-    if len(classes) <= NAMED:
-        names = [name if len(name) <= LETTERS else name[: LETTERS - 2] + ".." for name in classes]
+    """Return the labels of rows and columns by number, and the axis title; many classes have only some numbers."""
+    if len(classes) <= MAX_NAMED:
+        names = [name if len(name) <= MAX_LETTERS else name[: MAX_LETTERS - 2] + ".." for name in classes]
         return dict(enumerate(names)), "class"
     step = next(step for step in (10, 20, 50, 100) if len(classes) <= 20 * step)
     return {number: str(number) for number in range(0, len(classes), step)}, "class, by its number in order of names"
@@ -109,10 +117,10 @@ def _labels(classes: list[str]) -> tuple[dict[int, str], str]:
 def _write_numbers(
     matrix: Image.Image, counts: Counts, shares: NDArray[np.float64], colors: NDArray[np.uint8], cell: int
 ) -> None:
-    """Draws the percentage into each cell that is not empty, and the count below it if the cells are large enough."""
-    if cell < SMALLEST:
+    """Draw the percentage into each cell that is not empty, and the count below it if the cells are large enough."""
+    if cell < PERCENT_CELL:
         return
-    pen, large = ImageDraw.Draw(matrix), cell >= LARGE
+    pen, large = ImageDraw.Draw(matrix), cell >= COUNT_CELL
     font = ImageFont.load_default(size=min(24, cell // 4 if large else cell // 2))
     for row, column in np.argwhere(counts):
         # black on bright cells, white on dark ones

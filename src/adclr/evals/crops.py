@@ -1,8 +1,8 @@
-"""Random crops of labelled images, for evaluations that train: made on the device while the network works.
+"""Random crops of labeled images for evaluations that train, made on the device while the network works.
 
-The way of pretraining's views, without its views: a collection that fits is decoded once and kept, on the GPU if it
-fits there; else it is decoded as it is needed. What an image is shown as depends on (seed, epoch, key) alone, so
-neither threads nor processes nor a resume change it.
+Images are decoded once and cached, on the GPU if they fit there, else in memory; a larger collection is decoded in
+every epoch. The crop of an image depends only on (seed, epoch, key), so threads, processes and a resume do not change
+it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.prefetch import Ahead
 from adclr.data.sets.classes import Labelled
 from adclr.evals.features import check_classes
-from adclr.evals.task import Task
-from adclr.model.vit import VisionTransformer
+from adclr.evals.task import ClassificationSettings
 from adclr.system import distributed, machine
 from adclr.system.devices import send
 from adclr.system.text import printable
@@ -35,8 +34,8 @@ ASPECT = (3 / 4, 4 / 3)  # width over height of ImageNet's random resized crop
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What is cut out of a batch of images, and what else is drawn for each of them."""
+class CropPlan:
+    """The crops of a batch of images, and the generators of all further random numbers of each image."""
 
     boxes: NDArray[np.int64]  # B×4
     flip: NDArray[np.bool_]  # B
@@ -44,35 +43,41 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Shown:
-    images: Tensor  # B×C×S×S, normalised
+class CropBatch:
+    """Crops with their labels."""
+
+    images: Tensor  # B×C×S×S, normalized
     labels: Tensor  # B
-    more: list[Tensor]  # what else `alter` made
+    path_scales: Tensor | None  # factors of drop path, see `mixing.drop_path_scales`
 
     def tensors(self) -> list[Tensor]:
-        return [self.images, self.labels, *self.more]
+        """Return all tensors of the batch."""
+        return [self.images, self.labels] if self.path_scales is None else [self.images, self.labels, self.path_scales]
 
 
-Alter = Callable[[Tensor, Draws], tuple[Tensor, list[Tensor]]]  # crops in [0, 1] -> normalised ones, and more
+Transform = Callable[[Tensor, Draws], tuple[Tensor, Tensor | None]]  # crops in [0, 1] -> normalized, and path scales
 
 
 class Crops:
-    """Batches of the train split. `batch_size` is global; each process gets its part, of whole `pairs` if need be."""
+    """Batches of the train split; `batch_size` is that of all processes.
+
+    With `pairs` each process gets an even number of images.
+    """
 
     def __init__(
         self,
         weights: Weights,
-        labelled: Labelled,
-        settings: Task,
+        labeled: Labelled,
+        settings: ClassificationSettings,
         device: torch.device,
         size: int,
         batch_size: int,
         min_crop: float,
         pairs: bool = False,
     ) -> None:
-        self.split, self.classes, self.seed = labelled.train, labelled.classes, settings.seed
+        self.split, self.classes, self.seed = labeled.train, labeled.classes, settings.seed
         self.device, self.size, self.min_crop = device, size, min_crop
-        self.batch_size = fitting(batch_size, len(self.split.labels), (1 + pairs) * distributed.world_size())
+        self.batch_size = fit_batch_size(batch_size, len(self.split.labels), (1 + pairs) * distributed.world_size())
         self.steps_per_epoch = len(self.split.labels) // self.batch_size
         self.unreadable: dict[str, str] = {}
         self.feed = Feed(
@@ -89,66 +94,57 @@ class Crops:
             self.check()
 
     def check(self) -> None:
-        """Refuses a split of which a whole class cannot be read; known once every image has been looked at."""
-        listed = np.fromiter(self.feed.unreadable, np.int64)
-        check_classes(self.split, np.delete(self.split.labels, listed), self.classes)
+        """Refuse a split in which no image of some class can be read; call it once every image has been read."""
+        unreadable = np.fromiter(self.feed.unreadable, np.int64)
+        check_classes(self.split, np.delete(self.split.labels, unreadable), self.classes)
         for path, reason in list(self.unreadable.items())[:5] if distributed.is_main() else ():
             print(printable(f"skipped {path}: {reason}"), file=sys.stderr)
 
+    def check_if_streamed(self) -> None:
+        """Check the split after its first epoch, unless that was done when it was cached."""
+        if self.feed.store is None:
+            self.check()
+
     def num_readable(self) -> int:
-        """As far as any process has seen."""
+        """Return the number of images that no process has failed to read so far."""
         return len(self.split.labels) - self.feed.num_unreadable()
 
-    def _order(self, start: int, end: int, micro: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        keys, local = self.split.source.keys, self.batch_size // distributed.world_size()
+    def _order(self, start: int, end: int, micro_batch_size: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the epoch and the image indices of this process's micro-batches in steps `start` to `end` - 1."""
+        keys, local_size = self.split.source.keys, self.batch_size // distributed.world_size()
         for step in range(start, end):
-            epoch, place = divmod(step, self.steps_per_epoch)
-            if place == 0 or step == start:
+            epoch, number = divmod(step, self.steps_per_epoch)
+            if number == 0 or step == start:
                 order = epoch_order(self.seed, epoch, keys)
-            first = place * self.batch_size + distributed.rank() * local
-            for begin in range(first, first + local, micro):
-                yield epoch, order[begin : begin + micro]
+            first = number * self.batch_size + distributed.rank() * local_size
+            for begin in range(first, first + local_size, micro_batch_size):
+                yield epoch, order[begin : begin + micro_batch_size]
 
-    def _plan(self, epoch: int, keys: Words, sizes: NDArray[np.int64]) -> Cut:
+    def _plan(self, epoch: int, keys: Words, sizes: NDArray[np.int64]) -> CropPlan:
         draws = Draws(self.seed, epoch, keys)
         boxes = crop_boxes(draws, "train", 1, sizes, (self.min_crop, 1.0), ASPECT)[:, 0]
-        return Cut(boxes, draws.chance("train flip", 0.5, 1)[:, 0], draws)
+        return CropPlan(boxes, draws.chance("train flip", 0.5, 1)[:, 0], draws)
 
-    def batches(self, start: int, end: int, micro: int, alter: Alter) -> Ahead[Shown]:
-        """What this process sees in steps start..end, `micro` images at once; an iterator that is to be closed.
+    def batches(self, start: int, end: int, micro_batch_size: int, transform: Transform) -> Ahead[CropBatch]:
+        """Return an iterator, to be closed, over this process's micro-batches of steps `start` to `end` - 1.
 
-        The place of an unreadable image is taken by the next one that can be read, with that one's label.
+        An unreadable image is replaced by the next readable one, with the label of that one.
         """
 
-        def make(batch: Batch[Cut]) -> Shown:
-            cut = batch.plan
-            crops = crop(batch.packed.to(self.device), cut.boxes, cut.flip, self.size)
-            images, more = alter(crops, cut.draws)
-            return Shown(images, send(self.split.labels[self.feed.shown(batch.indices)], self.device), more)
+        def make_batch(batch: Batch[CropPlan]) -> CropBatch:
+            plan = batch.plan
+            crops = crop(batch.packed.to(self.device), plan.boxes, plan.flip, self.size)
+            images, path_scales = transform(crops, plan.draws)
+            labels = send(self.split.labels[self.feed.shown(batch.indices)], self.device)
+            return CropBatch(images, labels, path_scales)
 
-        return Ahead(self.feed.batches(self._order(start, end, micro), self._plan), make, self.device)
+        return Ahead(self.feed.batches(self._order(start, end, micro_batch_size), self._plan), make_batch, self.device)
 
 
-def fitting(batch_size: int, num_images: int, unit: int) -> int:
-    """The batch that is taken: of few images all, but for those that are no whole `unit`."""
+def fit_batch_size(batch_size: int, num_images: int, unit: int) -> int:
+    """Return the batch size, or of fewer images the largest multiple of `unit`."""
     if batch_size % unit:
         raise UserError(f"batch_size={batch_size} does not divide by {unit}; choose one that does")
     if num_images < unit:
         raise UserError(f"{num_images} images for training are too few; {unit} at least are needed")
     return batch_size if num_images >= batch_size else num_images // unit * unit
-
-
-def normaliser(weights: Weights, device: torch.device) -> Callable[[Tensor], Tensor]:
-    mean, std = (send(np.array(n, np.float32).reshape(-1, 1, 1), device) for n in (weights.mean, weights.std))
-    return lambda images: (images - mean) / std
-
-
-def side(vit: VisionTransformer, size: int | None) -> int:
-    """The side of the crops: the one that is set, or that of the images the backbone was trained on."""
-    height, width = vit.input_size
-    if size is None and height != width:
-        raise UserError(f"the backbone was made for images of {height}x{width} pixels, and crops are square; set size")
-    chosen = size or height
-    if chosen % vit.patch_size:
-        raise UserError(f"size={chosen} is not divisible by patches of {vit.patch_size} pixels; choose one that is")
-    return chosen

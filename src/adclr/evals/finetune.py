@@ -1,78 +1,62 @@
-"""Fine-tuning: a linear layer on the backbone, and all of it trained on labels.
+"""Fine-tuning: a linear layer on the backbone, and both trained on labeled images.
 
-Protocol (iBOT's, which is BEiT's): AdamW with a learning rate that decays from layer to layer, warm-up and cosine, drop
-path, RandAugment, random erasing, mixup or cutmix in every step, smoothed labels; `[CLS]` or the mean patch of the last
-block; resize to 256/224 and centre crop in test. The score is that of the last epoch. `from_scratch` is the control:
-the same ViT, newly initialised, all layers at full speed.
+Protocol (iBOT's, which is BEiT's): AdamW with layer-wise learning rate decay, warm-up and cosine, drop path,
+RandAugment, random erasing, mixup or cutmix in every step, label smoothing; `[CLS]` or the mean patch of the last
+block; resize to 256/224 and center crop in test. The score is that of the last epoch. `from_scratch` is the control:
+the same ViT, newly initialized, without learning rate decay.
 
-With a place to write to it is resumed there: PLACE/metrics.jsonl and PLACE/checkpoints while it runs, and when it is
-done PLACE/model.safetensors, with timm's keys and the head's, and PLACE/model.json, together weights like any others;
-PLACE/classes.json says what the head tells apart.
+With an output prefix the training is resumed in the folder PREFIX (see `trainer`), which finally holds
+model.safetensors, with timm's keys and the head's, and model.json, together weights like any others; classes.json has
+the classes of the head. PREFIX.png is the confusion matrix.
 """
 
 from __future__ import annotations
 
-import math
-import shutil
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from adclr.config.sections import (
-    Beta,
-    Count,
-    NonNegative,
-    Positive,
-    Ratio,
-    Section,
-    Share,
-    Side,
-    UserError,
-    free_settings,
-    setting,
-)
-from adclr.data.draws import Draws
+from adclr.config.sections import Beta, Count, NonNegative, Positive, Ratio, Section, Share, Side, UserError, setting
+from adclr.data.draws import Draws, combine, key_of
+from adclr.data.prefetch import Ahead
 from adclr.data.sets.classes import Labelled
-from adclr.evals.accuracy import accuracies
-from adclr.evals.classifier import Classifier, Pool
-from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
+from adclr.evals import trainer
+from adclr.evals.accuracy import accuracies, count_images
+from adclr.evals.crops import CropBatch, Crops, Transform
 from adclr.evals.features import Album, labels_of, look
-from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
+from adclr.evals.mixing import Eraser, draw_mix, drop_path_scales, smooth_labels
 from adclr.evals.randaugment import randaugment
-from adclr.evals.task import Task, begin
-from adclr.evals.trainer import locked
+from adclr.evals.task import ClassificationSettings, crop_size, normalizer, open_classification
+from adclr.evals.trainer import Trainer
 from adclr.model import optim
-from adclr.model.compiled import compile_blocks
+from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
-from adclr.system.files import write_atomically, write_json
-from adclr.system.progress import Line
+from adclr.system.files import write_json
 from adclr.system.runs import Run
-from adclr.weights import snapshot
 from adclr.weights.backbone import Description, Weights, architecture_of, fingerprint
-from adclr.weights.tensors import fit_tensors
 
-BASE = 768  # width of ViT-B
-AT_ONCE = 256  # images, where nothing is trained
+BASE_WIDTH = 768  # of ViT-B
+TEST_BATCH_SIZE = 256
+HEAD_SCALE = 0.001  # of the head's initial weights, so that its first gradients disturb the backbone little
+
+Pool = Literal["cls", "mean_patch"]
 
 
-class Protocol(Section):
+class FinetuneSettings(Section):
+    """Settings of a fine-tuning, which `transfer` has too."""
+
     epochs: Count = Field(100, description="over the train split (iBOT on ImageNet: ViT-S 200, ViT-B 100)")
     batch_size: Count = Field(256, description="images of a step, of all processes (iBOT: 1024)")
     micro_batch_size: Count | None = setting(
-        None, "images at once in a process; null: all of its part", free=["resume", "study"]
+        None, description="images at once in a process; null: all of its part", free=["resume", "study"]
     )
     lr: Positive = Field(1e-3, description="at batch 256, of the last layer")
     final_lr: NonNegative = Field(1e-6, description="at the end of the cosine")
@@ -93,304 +77,233 @@ class Protocol(Section):
     cutmix: NonNegative = Field(1.0, description="the same of cutmix; of both one is drawn for each step")
     smoothing: Ratio = Field(0.1, description="of the labels")
     ema: Beta | None = Field(None, description="average the weights too, with this momentum, and score that as well")
-    validate_every: Count | None = setting(None, "epochs between scores; null: one at the end", free=["resume"])
+    validate_every: Count | None = setting(
+        None, description="epochs between scores; null: one at the end", free=["resume"]
+    )
     checkpoint_minutes: Positive = setting(2.0, "between checkpoints", free=["resume", "study"])
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+        "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )
     compile: Literal["auto", "on", "off"] = setting(
-        "auto", "compile the blocks; auto: on a GPU", free=["resume", "study"]
+        "auto", description="compile the blocks; auto: on a GPU", free=["resume", "study"]
     )
 
 
-class Settings(Protocol, Task):
-    pass
+class Settings(FinetuneSettings, ClassificationSettings):
+    """Settings of `evaluate finetune`."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """All that a fine-tuning consists of while it runs."""
+class Classifier(nn.Module):
+    """A backbone with a linear layer on it."""
+
+    def __init__(self, vit: VisionTransformer, num_classes: int, pool: Pool, seed: int) -> None:
+        super().__init__()
+        self.vit, self.pool = vit, pool
+        self.head = nn.Linear(vit.dim, num_classes)
+        generator = torch.Generator().manual_seed(combine(seed, key_of("head")) % 2**63)
+        nn.init.trunc_normal_(self.head.weight, std=0.02 * HEAD_SCALE, generator=generator)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor, path_scales: Tensor | None = None) -> Tensor:
+        """Return B×K logits; blocks that are compiled, for one batch size, are used in training only."""
+        if self.training:
+            (tokens,) = self.vit.forward_many([Input(images, patches=self.pool == "mean_patch")], path_scales)
+        else:
+            tokens = self.vit(images)
+        logits: Tensor = self.head(tokens.cls if self.pool == "cls" else tokens.patches.mean(dim=1))
+        return logits
+
+    def timm_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by their names in timm."""
+        for name, parameter in self.named_parameters():
+            yield name.removeprefix("vit."), parameter
+
+    def timm_state(self) -> dict[str, Tensor]:
+        """Return the state by its names in timm."""
+        return {name.removeprefix("vit."): tensor.detach() for name, tensor in self.state_dict().items()}
+
+
+@dataclass(kw_only=True)
+class FinetuneTrainer(Trainer):
+    """The training of a classifier, and its test on the val split."""
 
     settings: Settings
     weights: Weights
-    labelled: Labelled
+    labeled: Labelled
     model: Classifier
     ema: Classifier | None
-    optimizer: torch.optim.AdamW
     crops: Crops
-    album: Album  # of the val split
+    val_images: Album
     val_labels: Tensor
-    run: Run | None
-    identity: dict[str, Any]  # what a checkpoint must be of
     size: int
+    micro_batch_size: int
     dtype: torch.dtype | None  # of autocast
     drop_path: float
 
+    find_unused_parameters: ClassVar[bool] = False
+
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.crops.device
 
-    @property
-    def total(self) -> int:
-        return self.settings.epochs * self.crops.steps_per_epoch
-
-    @property
-    def micro(self) -> int:
-        """Images at once in this process."""
-        local = self.crops.batch_size // distributed.world_size()
-        return min(self.settings.micro_batch_size or local, local)
-
-    @property
-    def accumulate(self) -> int:
-        return self.crops.batch_size // distributed.world_size() // self.micro
-
-    def lr(self, step: int) -> float:
-        """Of the last layer."""
-        settings, each = self.settings, self.crops.steps_per_epoch
-        warmup = settings.epochs / 10 if settings.warmup_epochs is None else settings.warmup_epochs
+    def lr_at(self, progress: float, step: int) -> float:  # noqa: ARG002
+        """Return the learning rate of the last layer."""
+        settings = self.settings
+        warmup_epochs = settings.epochs / 10 if settings.warmup_epochs is None else settings.warmup_epochs
+        warmup_steps = round(warmup_epochs * self.crops.steps_per_epoch)
         peak = settings.lr * self.crops.batch_size / 256
-        return optim.warm_cosine(step, round(warmup * each), self.total, peak, settings.final_lr)
+        return optim.warm_cosine(step, warmup_steps, self.total_steps, peak, settings.final_lr)
+
+    def batches(self, start: int, end: int) -> Ahead[CropBatch]:
+        """Return the micro-batches of augmented crops."""
+        return self.crops.batches(start, end, self.micro_batch_size, self._augmentation())
+
+    def _augmentation(self) -> Transform:
+        """Return the augmentation of crops but for mixup and cutmix, which `losses` do."""
+        settings, vit, mean = self.settings, self.model.vit, self.weights.mean
+        normalize = normalizer(self.weights, self.device)
+        erase = Eraser(settings.erase, vit.num_channels, self.size, settings.seed, self.device)
+
+        def augment(images: Tensor, draws: Draws) -> tuple[Tensor, Tensor | None]:
+            if settings.randaugment and vit.num_channels == 3:
+                images = randaugment(images, draws, settings.randaugment, mean)
+            path_scales = drop_path_scales(draws, vit.depth, self.drop_path, self.device)
+            return erase(normalize(images), draws), path_scales
+
+        return augment
+
+    def losses(self, model: nn.Module, batch: CropBatch, step: int) -> dict[str, Tensor]:
+        """Return the cross-entropy of mixed images and soft labels."""
+        settings = self.settings
+        mix = draw_mix(settings.seed, step, settings.mixup, settings.cutmix, self.size)
+        targets = smooth_labels(batch.labels, len(self.labeled.classes), settings.smoothing)
+        images, targets = mix(batch.images, targets)
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            logits = model(images, batch.path_scales)
+        return {"loss": F.cross_entropy(logits.float(), targets)}
+
+    def log(self, step: int, losses: dict[str, float], lr: float, seconds: float) -> dict[str, Any]:  # noqa: ARG002
+        """Return the row of an epoch, with the top-1 accuracy if it is due."""
+        epoch, validate_every = step // self.crops.steps_per_epoch, self.settings.validate_every
+        trainer.check_finite(losses["loss"], f"in epoch {epoch}")
+        if epoch == 1:
+            self.crops.check_if_streamed()
+        row = {"step": step, "epoch": epoch, "loss": losses["loss"], "lr": lr}
+        if validate_every is not None and epoch % validate_every == 0:
+            row["top1"] = 100 * (self.rank_classes(self.model)[:, 0] == self.val_labels).double().mean().item()
+            self.model.train()
+        return row
+
+    def compile_if_set(self) -> None:
+        """Compile the blocks for the micro-batch size, by default on a GPU only."""
+        mode, size, vit = self.settings.compile, self.micro_batch_size, self.model.vit
+        if mode == "off" or (mode == "auto" and self.device.type != "cuda"):
+            return
+        images = torch.randn(size, vit.num_channels, self.size, self.size, device=self.device)
+        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
+        path_scales = torch.ones(vit.depth, 2, size, device=self.device) if self.drop_path else None
+        self.compile(vit, CropBatch(images, labels, path_scales))
+
+    def rank_classes(self, model: Classifier) -> Tensor:
+        """Return the five likeliest classes of each val image of all processes, n×5."""
+        model.eval()
+        count = min(5, len(self.labeled.classes))
+
+        def rank(images: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+                logits: Tensor = model(images)
+            return logits.float().topk(count, dim=-1).indices  # exact in float32 too, up to 16 million classes
+
+        show = distributed.is_main() and self.settings.validate_every is None
+        return look(self.val_images, rank, self.device, "val", show).values.long()
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, labelled, device = begin("finetune", settings)
-    return score(weights, labelled, settings, device, place)
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
+    """Fine-tune and return the scores."""
+    weights, labeled, device = open_classification("finetune", settings)
+    return score(weights, labeled, settings, device, prefix)
 
 
 def score(
-    weights: Weights, labelled: Labelled, settings: Settings, device: torch.device, place: Path | None = None
+    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
-    """Trains the backbone of `weights` itself; accuracies in percent, and how many images they rest on."""
-    run = None if place is None else Run(place)
-    job = assemble(weights, labelled, settings, device, run)
-    with locked(run):
-        distributed.barrier()  # the directory is there, and it is ours
-        fits = True
+    """Train the backbone of `weights` itself; return accuracies in percent and the numbers of images."""
+    training = assemble(weights, labeled, settings, device, None if prefix is None else Run(prefix))
+    with trainer.lock(training.run):
+        distributed.barrier()  # until the first process has locked the directory
+        out_of_memory = False
         try:
-            train(job)
+            training.compile_if_set()
+            training.train()
         except torch.OutOfMemoryError:
-            fits = False  # said below, where the traceback no longer holds on to memory
-        if not fits:
-            less = max(2, job.micro // 2)
-            raise UserError(f"{job.micro} images at once do not fit into the GPU; set micro_batch_size={less}")
-        found = accuracies("finetune", rank_classes(job, job.model), job.val_labels, labelled.classes, place)
-        if job.ema is not None:
-            averaged = accuracies("finetune", rank_classes(job, job.ema), job.val_labels, labelled.classes)
-            found["finetune_top1_ema"] = averaged["finetune_top1"]
-        if run is not None and distributed.is_main():
-            finish(job, run)
-    num_train, num_val = job.crops.num_readable(), len(job.val_labels)
-    num_images = len(labelled.train.labels) + len(labelled.val.labels)
-    return found | {
-        "num_train": float(num_train),
-        "num_val": float(num_val),
-        "num_unreadable": float(num_images - num_train - num_val),
-    }
+            out_of_memory = True  # raised below, where the traceback no longer holds memory
+        if out_of_memory:
+            size = training.micro_batch_size
+            raise UserError(f"{size} images at once do not fit into the GPU; set micro_batch_size={max(2, size // 2)}")
+        ranking = training.rank_classes(training.model)
+        scores = accuracies("finetune", ranking, training.val_labels, labeled.classes, prefix)
+        if training.ema is not None:
+            averaged = accuracies("finetune", training.rank_classes(training.ema), training.val_labels, labeled.classes)
+            scores["finetune_top1_ema"] = averaged["finetune_top1"]
+        _finish(training)
+    return scores | count_images(labeled, training.crops.num_readable(), len(training.val_labels))
 
 
-def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: torch.device, run: Run | None) -> Job:
-    size, vit = side(weights.vit, settings.size), weights.vit
-    base = vit.dim >= BASE
-    layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else 0.65 if vit.dim == BASE else 0.75)
-    album = Album(weights, labelled.val.source, AT_ONCE, settings.num_workers, (size, size), shared=True, again=True)
-    # read before anything is trained, so that what is wrong with them is said now
-    seen = look(album, lambda images: images[:, 0, 0, :1], device, "val images", distributed.is_main())
-    val_labels = labels_of(seen, labelled.val, labelled.classes, settings.max_unreadable)
+def assemble(
+    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, run: Run | None
+) -> FinetuneTrainer:
+    """Return the training of the settings, after reading the val images so that their faults are found now."""
+    size, vit = crop_size(weights.vit, settings.size), weights.vit
+    layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else 0.65 if vit.dim == BASE_WIDTH else 0.75)
+    val_images = Album(
+        weights, labeled.val.source, TEST_BATCH_SIZE, settings.num_workers, (size, size), shared=True, again=True
+    )
+    readable = look(val_images, lambda images: images[:, 0, 0, :1], device, "val images", distributed.is_main())
+    val_labels = labels_of(readable, labeled.val, labeled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
-    crops = Crops(weights, labelled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
-    local = crops.batch_size // distributed.world_size()
-    micro = min(settings.micro_batch_size or local, local)
-    if local % micro or (pairs and micro % 2):
-        raise UserError(f"micro_batch_size={micro} must be even and divide a process's {local} images; choose such")
-    model = Classifier(vit, len(labelled.classes), settings.pool, settings.seed).to(device)
-    told = settings.model_dump(mode="json", exclude=free_settings(Settings, "resume"))
-    data = [split.source.fingerprint() for split in (labelled.train, labelled.val)]
-    optimizer = torch.optim.AdamW(
-        optim.layer_groups(model.named(), vit.depth, layer_decay, settings.weight_decay), lr=0.0, fused=True
-    )
-    return Job(
-        settings=settings,
-        weights=weights,
-        labelled=labelled,
-        model=model,
-        ema=None if settings.ema is None else deepcopy(model).eval(),
-        optimizer=optimizer,
-        crops=crops,
-        album=album,
-        val_labels=val_labels,
-        run=run,
-        identity={"settings": told, "images": data, "start": fingerprint(weights)},
-        size=size,
-        dtype=autocast_dtype(settings.precision, device),
-        drop_path=(0.2 if base else 0.1) if settings.drop_path is None else settings.drop_path,
-    )
-
-
-def altering(job: Job) -> Alter:
-    """Crops in [0, 1] -> what the network is shown, and what drop path multiplies with."""
-    settings, vit, mean = job.settings, job.model.vit, job.weights.mean
-    normalise = normaliser(job.weights, job.device)
-    erase = Eraser(settings.erase, vit.num_channels, job.size, settings.seed, job.device)
-    colours = settings.randaugment and vit.num_channels == 3
-
-    def alter(images: Tensor, draws: Draws) -> tuple[Tensor, list[Tensor]]:
-        if colours:
-            images = randaugment(images, draws, settings.randaugment, mean)
-        dropped = kept(draws, vit.depth, job.drop_path, job.device)
-        return erase(normalise(images), draws), [] if dropped is None else [dropped]
-
-    return alter
-
-
-def train(job: Job) -> None:
-    settings, crops, start = job.settings, job.crops, resume(job)
-    _compile(job)
-    model = job.model.train() if distributed.world_size() == 1 else DistributedDataParallel(job.model.train())
-    losses = torch.zeros((), device=job.device)
-    counted, saved = 0, time.monotonic()
-    with (
-        closing(crops.batches(start, job.total, job.micro, altering(job))) as shown,
-        Line("finetune", job.total, start, distributed.is_main()) as line,
-    ):
-        for step in range(start, job.total):
-            losses += _step(job, model, shown, step)
-            counted += 1
-            done = step + 1
-            line.move(done)
-            if done % crops.steps_per_epoch == 0:
-                _epoch_done(job, done, losses / counted, line)
-                losses, counted = torch.zeros_like(losses), 0
-            due = time.monotonic() - saved > 60 * settings.checkpoint_minutes or done == job.total
-            if due and job.run is not None and distributed.is_main():
-                snapshot.save(job.run, done, _parts(job), {"step": done, "identity": job.identity}, keep=1)
-                saved = time.monotonic()
-
-
-def _step(job: Job, model: nn.Module, shown: Iterator[Shown], step: int) -> Tensor:
-    """One step of the optimizer; the loss, on the device."""
-    settings, classes = job.settings, len(job.labelled.classes)
-    mix = draw_mix(settings.seed, step, settings.mixup, settings.cutmix, job.size)
-    total = torch.zeros((), device=job.device)
-    for micro in range(job.accumulate):
-        seen = next(shown)
-        images, targets = mix(seen.images, smoothed(seen.labels, classes, settings.smoothing))
-        last = micro == job.accumulate - 1
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-            with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-                logits = model(images, seen.more[0] if seen.more else None)
-            loss = F.cross_entropy(logits.float(), targets) / job.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    if settings.clip_norm is not None:
-        nn.utils.clip_grad_norm_(job.model.parameters(), settings.clip_norm)
-    lr = job.lr(step)
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr * group["scale"]
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
-    if job.ema is not None and settings.ema is not None:
-        average: list[Tensor] = list(job.ema.parameters())
-        with torch.no_grad():
-            torch._foreach_lerp_(average, list(job.model.parameters()), 1 - settings.ema)
-    return total
-
-
-def _epoch_done(job: Job, done: int, loss: Tensor, line: Line) -> None:
-    """What is said and asked at the end of an epoch."""
-    epoch, every = done // job.crops.steps_per_epoch, job.settings.validate_every
-    row = {"step": done, "epoch": epoch, "loss": distributed.sum_(loss).item() / distributed.world_size()}
-    row["lr"] = job.lr(done - 1)
-    if not math.isfinite(row["loss"]):
-        raise UserError(f"the loss is no number any more in epoch {epoch}; set a lower lr, or clip_norm=1")
-    if epoch == 1 and job.crops.feed.store is None:
-        job.crops.check()
-    if every is not None and epoch % every == 0:
-        ranking = rank_classes(job, job.model)
-        row["top1"] = 100 * (ranking[:, 0] == job.val_labels).double().mean().item()
-        job.model.train()
-    if distributed.is_main():
-        line.move(done, f"loss {row['loss']:.3f}" + (f" top-1 {row['top1']:.2f}" if "top1" in row else ""))
-        if job.run is not None:
-            job.run.append("metrics.jsonl", row)
-
-
-def rank_classes(job: Job, model: Classifier) -> Tensor:
-    """The five likeliest classes of each val image, n×5; of all processes together."""
-    model.eval()
-    most = min(5, len(job.labelled.classes))
-
-    def likeliest(images: Tensor) -> Tensor:
-        with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-            logits: Tensor = model(images)
-        return logits.float().topk(most, dim=-1).indices  # exact in float32 too, up to 16 million classes
-
-    found = look(job.album, likeliest, job.device, "val", distributed.is_main() and job.settings.validate_every is None)
-    return found.values.long()
-
-
-# -- from one start to the next --
-
-
-def _parts(job: Job) -> snapshot.Parts:
-    parts = {"model": job.model.state_dict(), "optimizer": snapshot.optimizer_state(job.model, job.optimizer)}
-    return parts if job.ema is None else parts | {"ema": job.ema.state_dict()}
-
-
-def resume(job: Job) -> int:
-    """Restores the latest checkpoint; the number of steps that are done."""
-    if job.run is None:
-        return 0
-    steps = job.run.steps()
-    if not steps:
-        distributed.barrier()  # until all have looked
-        if distributed.is_main():
-            job.run.cut("metrics.jsonl", -1)
-        return 0
-    folder, parts = job.run.checkpoints / f"step_{steps[-1]}", _parts(job)
-    stored, state = snapshot.load(folder, list(parts))
-    if not isinstance(state, dict) or state.get("identity") != job.identity:
+    crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
+    local_size = crops.batch_size // distributed.world_size()
+    micro = min(settings.micro_batch_size or local_size, local_size)
+    if local_size % micro or (pairs and micro % 2):
         raise UserError(
-            f"{job.run.path} holds a fine-tuning of other weights, images or settings; "
-            "delete it or choose another --out"
+            f"micro_batch_size={micro} must be even and divide a process's {local_size} images; choose such"
         )
-    for name, model in (("model", job.model), ("ema", job.ema)):
-        if model is not None:
-            fit_tensors(parts[name], stored[name], folder / f"{name}.safetensors")
-            model.load_state_dict(stored[name])
-    snapshot.load_optimizer(job.model, job.optimizer, stored["optimizer"], folder / "optimizer.safetensors")
-    distributed.barrier()
-    if distributed.is_main():
-        job.run.cut("metrics.jsonl", steps[-1])
-        print(f"going on from step {steps[-1]} of {job.total}", file=sys.stderr)
-    return steps[-1]
+    model = Classifier(vit, len(labeled.classes), settings.pool, settings.seed).to(device)
+    groups = optim.layer_groups(model.timm_parameters(), vit.depth, layer_decay, settings.weight_decay)
+    images = [split.source.fingerprint() for split in (labeled.train, labeled.val)]
+    default_drop_path = 0.2 if vit.dim >= BASE_WIDTH else 0.1
+    return FinetuneTrainer(
+        name="finetune",
+        settings=settings,
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
+        total_steps=settings.epochs * crops.steps_per_epoch,
+        run=run,
+        identity=trainer.identify(settings, images, fingerprint(weights)),
+        num_micro_batches=local_size // micro,
+        ema=None if settings.ema is None else deepcopy(model).eval(),
+        ema_momentum=settings.ema or 0.0,
+        log_every=crops.steps_per_epoch,
+        weights=weights,
+        labeled=labeled,
+        crops=crops,
+        val_images=val_images,
+        val_labels=val_labels,
+        size=size,
+        micro_batch_size=micro,
+        dtype=autocast_dtype(settings.precision, device),
+        drop_path=default_drop_path if settings.drop_path is None else settings.drop_path,
+    )
 
 
-def _compile(job: Job) -> None:
-    """Leaves no gradient behind."""
-    mode = job.settings.compile
-    if mode == "off" or (mode == "auto" and job.device.type != "cuda"):
-        return
-
-    def trial() -> None:
-        images = torch.randn(job.micro, job.model.vit.num_channels, job.size, job.size, device=job.device)
-        ones = torch.ones(job.model.vit.depth, 2, job.micro, device=job.device) if job.drop_path else None
-        with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-            logits = job.model.train()(images, ones)
-        logits.float().sum().backward()
-
-    compile_blocks([job.model.vit], trial)
-    job.optimizer.zero_grad(set_to_none=True)
-
-
-def finish(job: Job, run: Run) -> None:
-    """Leaves the trained model where the checkpoints were."""
-    best = job.model if job.ema is None else job.ema
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in best.state().items()}
-    shown, head = job.weights, {"classes": job.labelled.classes, "pool": job.settings.pool, "size": job.size}
-    shape = architecture_of(job.model.vit)
-    described = Description(architecture=shape, mean=shown.mean, std=shown.std, max_value=shown.max_value)
-    write_json(run.path / "classes.json", head)
-    write_json(run.path / "model.json", described.model_dump(mode="json"))
-    write_atomically(run.path / "model.safetensors", save(tensors))
-    shutil.rmtree(run.checkpoints, ignore_errors=True)
+def _finish(training: FinetuneTrainer) -> None:
+    """Write the trained model, its average if there is one, with its description and its classes."""
+    weights, model = training.weights, training.ema or training.model
+    shape = architecture_of(training.model.vit)
+    description = Description(architecture=shape, mean=weights.mean, std=weights.std, max_value=weights.max_value)
+    if training.run is not None and distributed.is_main():
+        head = {"classes": training.labeled.classes, "pool": training.settings.pool, "size": training.size}
+        write_json(training.run.path / "classes.json", head)
+    training.finish(description.model_dump(mode="json"), model.timm_state())

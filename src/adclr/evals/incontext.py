@@ -1,9 +1,10 @@
-"""In-context segmentation: each patch of an image gets the labels of the training patches nearest to it. No training.
+"""In-context segmentation: each patch gets the labels of its nearest neighbors among training patches. No training.
 
-Protocol (Hummingbird's): patches of the last block, L2-normalised; a memory of labelled patches of the train images, of
-each image as many, drawn so that classes rare in it come often; the k = 30 nearest of a patch are read by a softmax of
-their similarities over 0.02; what they say is enlarged to the pixels and the likeliest class taken. Images keep their
-proportions, the shorter side at `size`. With `augment_epochs` the memory is of random crops (see `scaled_crops`).
+Protocol (Hummingbird's): patches of the last block, L2-normalized; a memory of labeled patches of the train images, the
+same number of each image, sampled in favor of classes that are rare in it; the labels of the k = 30 nearest neighbors
+are averaged by a softmax of their similarities over 0.02; the averages are upsampled to pixels, which get the likeliest
+class. Images keep their aspect ratio, the shorter side at `size`. With `augment_epochs` the memory is of random crops
+(see `scaled_crops`).
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from adclr.config.sections import Count, Positive, Side, UserError, setting
 from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
-from adclr.evals.crops import normaliser
 from adclr.evals.frames import Reader, fitting, likeliest, resized
-from adclr.evals.overlays import Pictures
+from adclr.evals.overlays import Overlays
 from adclr.evals.scaled_crops import ScaledCrops
-from adclr.evals.task import Pixelwise, begin_pixelwise
+from adclr.evals.task import PixelSettings, normalizer, open_pixels
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, send
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights
 
-NUMBERS, ACROSS = 2**28, 2**17  # similarities held at once, and of how many patches of the memory
+MAX_SIMILARITIES, MAX_KEYS = 2**28, 2**17  # in memory at once, and the memory patches they are with
 
 
-class Settings(Pixelwise):
+class Settings(PixelSettings):
+    """Settings of `evaluate incontext`."""
+
     size: Side = Field(512, description="shorter side of the images, pixels; rounded to whole patches")
     memory_size: Count = Field(1_024_000, description="patches in the memory, at most (Hummingbird: 10 240 000)")
     augment_epochs: Annotated[int, Field(ge=0, le=10**6)] = Field(
         0, description="passes of random crops over the train images for the memory; 0: each whole image once"
     )
-    k: Count = Field(30, description="neighbours")
+    k: Count = Field(30, description="neighbors")
     temperature: Positive = Field(0.02, description="of the softmax over their similarities")
     batch_size: Count = Field(16, description="images at once")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
@@ -51,82 +53,89 @@ class Settings(Pixelwise):
     )
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, segmented, device = begin_pixelwise("incontext", settings)
-    return score(weights, segmented, settings, device, distributed.is_main(), place)
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
+    """Segment the val images and return the scores."""
+    weights, segmented, device = open_pixels("incontext", settings)
+    return score(weights, segmented, settings, device, distributed.is_main(), prefix)
 
 
 class Memory(NamedTuple):
-    """Labelled patches: what they look like, and what share of each is which class."""
+    """Features of labeled patches, and the share of each class in their pixels."""
 
     keys: Tensor  # M×D, of length 1
     labels: Tensor  # M×K
 
 
 class Encoder:
-    """Images in [0, 1] -> features of their patches, of length 1; float16 on a GPU, whose products are fast."""
+    """Computes features of length 1 of the patches of images; float16 on a GPU, where it makes similarities fast."""
 
     def __init__(self, weights: Weights, precision: str, device: torch.device) -> None:
-        self.vit, self.normalise = weights.vit, normaliser(weights, device)
-        self.dtype = autocast_dtype(precision, device)
-        self.kept_as = torch.float16 if device.type == "cuda" else torch.float32
+        self.vit, self.normalize = weights.vit, normalizer(weights, device)
+        self.autocast_dtype, self.feature_dtype = autocast_dtype(precision, device), _feature_dtype(device)
 
-    def __call__(self, images: Tensor, normalised: bool = False) -> Tensor:
-        """B×N×D"""
-        with torch.autocast(images.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            patches = self.vit(images if normalised else self.normalise(images)).patches
-        return F.normalize(patches.float(), dim=-1).to(self.kept_as)
+    def __call__(self, images: Tensor, normalized: bool = False) -> Tensor:
+        """Return features B×N×D of images in [0, 1], or of normalized ones."""
+        dtype = self.autocast_dtype
+        with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
+            patches = self.vit(images if normalized else self.normalize(images)).patches
+        return F.normalize(patches.float(), dim=-1).to(self.feature_dtype)
+
+
+def _feature_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of features on a device."""
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def patch_labels(labels: Tensor, grid: tuple[int, int], patch: int, num_classes: int) -> Tensor:
-    """B×height×width -> B×N×K: how many pixels of each patch are of each class; the image resized to its patches."""
+    """Return the number of pixels of each class in each patch, B×N×K, of labels B×height×width resized to the grid."""
     size = grid[0] * patch, grid[1] * patch
-    whole = F.interpolate(labels.unsqueeze(1).float(), size=size, mode="nearest-exact").long()
-    cells = whole.view(-1, grid[0], patch, grid[1], patch).transpose(2, 3).reshape(len(labels), grid[0] * grid[1], -1)
+    resized_labels = F.interpolate(labels.unsqueeze(1).float(), size=size, mode="nearest-exact").long()
+    cells = resized_labels.view(-1, grid[0], patch, grid[1], patch).transpose(2, 3)
+    cells = cells.reshape(len(labels), grid[0] * grid[1], -1)
     cells = torch.where(cells == IGNORE, num_classes, cells)
     counts = torch.zeros(*cells.shape[:2], num_classes + 1, device=labels.device)
     return counts.scatter_add_(2, cells, torch.ones_like(cells, dtype=counts.dtype))[..., :num_classes]
 
 
-def drawn(counts: Tensor, most: int, uniform: Tensor) -> Tensor:
-    """Which of an image's patches, N×K, go into the memory: at most `most`, sorted; those without a label never.
+def sample_patches(counts: Tensor, max_patches: int, uniform: Tensor) -> Tensor:
+    """Return the sorted indices of an image's patches for the memory; `counts` are N×K pixels, `uniform` N numbers.
 
-    A patch comes the sooner the rarer its classes are in the image: by how many patches have them, times luck.
+    Patches are taken in the order of a random number times how common their classes are in the image, by the number of
+    patches that have them; patches without a label are never taken.
     """
-    there = (counts > 0).float()
-    score = (there @ there.sum(dim=0)) * uniform
-    score = torch.where(there.any(dim=1), score, math.inf)
-    chosen = score.argsort(stable=True)[:most]
-    return chosen[score[chosen] < math.inf].sort().values
+    present = (counts > 0).float()
+    order_by = (present @ present.sum(dim=0)) * uniform
+    order_by = torch.where(present.any(dim=1), order_by, math.inf)
+    chosen = order_by.argsort(stable=True)[:max_patches]
+    return chosen[order_by[chosen] < math.inf].sort().values
 
 
 @torch.no_grad()
-def remember(
+def _build_memory(
     weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, show: bool
 ) -> tuple[Memory, int]:
-    """The memory, of all processes together and in the order of the images, and how many images were unreadable."""
+    """Return the memory of all processes, in the order of the images, and the number of unreadable images."""
     encode = Encoder(weights, settings.precision, device)
     patch, num_classes = weights.vit.patch_size, len(segmented.classes)
     passes = max(1, settings.augment_epochs)
-    most = max(1, settings.memory_size // (passes * len(segmented.train)))
-    rows: dict[int, tuple[Tensor, Tensor]] = {}
+    max_patches = max(1, settings.memory_size // (passes * len(segmented.train)))
+    rows: dict[int, tuple[Tensor, Tensor]] = {}  # features and labels by the position of the image
 
-    def keep(numbers: NDArray[np.int64], draws: Draws, features: Tensor, counts: Tensor) -> None:
+    def add_images(positions: NDArray[np.int64], draws: Draws, features: Tensor, counts: Tensor) -> None:
         uniform = send(draws.uniform("memory", counts.shape[1]).astype(np.float32), device)
-        for place, number in enumerate(numbers.tolist()):
-            chosen = drawn(counts[place], most, uniform[place])
-            shares = counts[place, chosen] / counts[place, chosen].sum(dim=1, keepdim=True)
-            rows[number] = features[place, chosen], shares.to(features.dtype)
+        for number, position in enumerate(positions.tolist()):
+            chosen = sample_patches(counts[number], max_patches, uniform[number])
+            shares = counts[number, chosen] / counts[number, chosen].sum(dim=1, keepdim=True)
+            rows[position] = features[number, chosen], shares.to(features.dtype)
 
-    unreadable = 0
     if not settings.augment_epochs:
         reader = _reader(weights, segmented, settings, device, "train")
         for frames in reader.batches("memory", show):
             size = fitting(frames.size, settings.size, patch)
             counts = patch_labels(frames.labels, weights.vit.grid_of(*size), patch, num_classes)
             draws = Draws(settings.seed, 0, segmented.train.keys[frames.indices])
-            keep(np.array(frames.indices), draws, encode(resized(frames.images, size)), counts)
-        unreadable = reader.num_unreadable(settings.max_unreadable)
+            add_images(np.array(frames.indices), draws, encode(resized(frames.images, size)), counts)
+        num_unreadable = reader.num_unreadable(settings.max_unreadable)
     else:
         size = fitting((1, 1), settings.size, patch)
         crops = ScaledCrops(
@@ -141,62 +150,64 @@ def remember(
             max_unreadable=settings.max_unreadable,
         )
         steps = -(-passes * len(segmented.train) // crops.batch_size)
-        with closing(crops.batches(0, steps)) as shown:
-            for seen in track(shown, "memory", steps, show):
-                inside = np.flatnonzero(seen.places < passes * len(segmented.train))
-                counts = patch_labels(seen.labels, weights.vit.grid_of(*size), patch, num_classes)
-                keep(seen.places[inside], seen.draws, encode(seen.images, normalised=True), counts)
-        unreadable = crops.feed.num_unreadable()
-    keys, labels = (_joined(rows, which, (width,), device) for which, width in ((0, weights.vit.dim), (1, num_classes)))
+        with closing(crops.batches(0, steps)) as batches:
+            for batch in track(batches, "memory", steps, show):
+                inside = np.flatnonzero(batch.positions < passes * len(segmented.train))
+                counts = patch_labels(batch.labels, weights.vit.grid_of(*size), patch, num_classes)
+                add_images(batch.positions[inside], batch.draws, encode(batch.images, normalized=True), counts)
+        num_unreadable = crops.feed.num_unreadable()
+    parts = [rows[position] for position in sorted(rows)]
+    counts = torch.tensor([len(keys) for keys, _ in parts], dtype=torch.int64)
+    positions = torch.tensor(sorted(rows), dtype=torch.int64).repeat_interleave(counts)
+    keys = _gather_rows([keys for keys, _ in parts], positions, weights.vit.dim, device)
+    labels = _gather_rows([labels for _, labels in parts], positions, num_classes, device)
     if not len(keys):
         raise UserError(f"no patch of {segmented.train.root} has a label; see to {segmented.train.labels}")
-    return Memory(keys, labels), unreadable
+    return Memory(keys, labels), num_unreadable
 
 
-def _joined(rows: dict[int, tuple[Tensor, Tensor]], which: int, width: tuple[int, ...], device: torch.device) -> Tensor:
-    """The rows of all processes in the order of their numbers, whoever made them in which batches."""
-    own = [rows[number][which] for number in sorted(rows)]
-    empty = torch.zeros(0, *width, dtype=torch.float16 if device.type == "cuda" else torch.float32, device=device)
+def _gather_rows(parts: list[Tensor], positions: Tensor, width: int, device: torch.device) -> Tensor:
+    """Return the rows of all processes, sorted by their positions."""
+    rows = torch.cat([torch.zeros(0, width, dtype=_feature_dtype(device), device=device), *parts])
     if distributed.world_size() == 1:
-        return torch.cat([empty, *own])
-    numbers = torch.cat([torch.full((len(rows[n][which]),), n) for n in sorted(rows)] or [torch.zeros(0).long()])
-    found, order = distributed.gather(torch.cat([empty, *own])), distributed.gather(numbers)
-    return found[order.argsort(stable=True).to(found.device)]
+        return rows
+    all_rows, all_positions = distributed.gather(rows), distributed.gather(positions)
+    return all_rows[all_positions.argsort(stable=True).to(all_rows.device)]
 
 
-def ask(memory: Memory, queries: Tensor, k: int, temperature: float) -> Tensor:
-    """n×D -> n×K: what the k nearest of the memory say. At most `NUMBERS` similarities at once.
+def predict_labels(memory: Memory, queries: Tensor, k: int, temperature: float) -> Tensor:
+    """Return n×K, the class shares of n×D queries: weighted means over their k nearest neighbors in the memory.
 
-    The nearest are found in the type of the features; what they weigh is then computed in float32.
+    At most `MAX_SIMILARITIES` are in memory at once. Neighbors are searched in the type of the features, their weights
+    computed in float32.
     """
     k = min(k, len(memory.keys))
-    across = min(len(memory.keys), ACROSS)
-    said = []
-    for part in torch.split(queries, max(1, NUMBERS // across)):
+    keys_at_once = min(len(memory.keys), MAX_KEYS)
+    predictions = []
+    for part in torch.split(queries, max(1, MAX_SIMILARITIES // keys_at_once)):
         best = torch.full((len(part), k), -math.inf, dtype=part.dtype, device=part.device)
         nearest = torch.zeros(len(part), k, dtype=torch.int64, device=part.device)
-        for first in range(0, len(memory.keys), across):
-            similarity = part @ memory.keys[first : first + across].T
-            found, places = similarity.topk(min(k, similarity.shape[1]), dim=1)
-            found, places = torch.cat([best, found], dim=1), torch.cat([nearest, places + first], dim=1)
-            best, order = found.topk(k, dim=1)
-            nearest = places.gather(1, order)
-        said.append(torch.cat([_read(memory, q, n, temperature) for q, n in _portions(part, nearest)]))
-    return torch.cat(said)
+        for first in range(0, len(memory.keys), keys_at_once):
+            similarity = part @ memory.keys[first : first + keys_at_once].T
+            top, indices = similarity.topk(min(k, similarity.shape[1]), dim=1)
+            top, indices = torch.cat([best, top], dim=1), torch.cat([nearest, indices + first], dim=1)
+            best, order = top.topk(k, dim=1)
+            nearest = indices.gather(1, order)
+        at_once = max(1, MAX_SIMILARITIES // (8 * k * part.shape[1]))
+        for few, neighbors in zip(torch.split(part, at_once), torch.split(nearest, at_once), strict=True):
+            predictions.append(_average_labels(memory, few, neighbors, temperature))
+    return torch.cat(predictions)
 
 
-def _portions(queries: Tensor, nearest: Tensor) -> list[tuple[Tensor, Tensor]]:
-    at_once = max(1, NUMBERS // (8 * nearest.shape[1] * queries.shape[1]))
-    return list(zip(torch.split(queries, at_once), torch.split(nearest, at_once), strict=True))
-
-
-def _read(memory: Memory, queries: Tensor, nearest: Tensor, temperature: float) -> Tensor:
+def _average_labels(memory: Memory, queries: Tensor, nearest: Tensor, temperature: float) -> Tensor:
+    """Return the labels of the nearest neighbors, weighted by the softmax of their similarities."""
     similarity = torch.einsum("nd,nkd->nk", queries.float(), memory.keys[nearest].float())
     weight = F.softmax(similarity / temperature, dim=1)
     return torch.einsum("nk,nkc->nc", weight, memory.labels[nearest].float())
 
 
 def _reader(weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, split: str) -> Reader:
+    """Return the reader of a split."""
     pairs = segmented.train if split == "train" else segmented.val
     return Reader(pairs, segmented.decoder(weights.decoder), device, settings.batch_size, settings.num_workers)
 
@@ -208,30 +219,28 @@ def score(
     settings: Settings,
     device: torch.device,
     show: bool = True,
-    place: Path | None = None,
+    prefix: Path | None = None,
 ) -> dict[str, Any]:
-    """mIoU, aAcc and mAcc in percent, and how many patches and images they rest on."""
-    memory, unreadable = remember(weights, segmented, settings, device, show)
+    """Return mIoU, aAcc and mAcc in percent, and the numbers of patches and images."""
+    memory, unreadable_train = _build_memory(weights, segmented, settings, device, show)
     encode, patch = Encoder(weights, settings.precision, device), weights.vit.patch_size
-    tally = iou.Tally(len(segmented.classes), device)
+    confusion = iou.Confusion(len(segmented.classes), device)
     reader = _reader(weights, segmented, settings, device, "val")
-    pictures = Pictures(segmented.classes, settings.pictures if place is not None else 0, len(segmented.val))
+    overlays = Overlays(segmented.classes, settings.pictures, len(segmented.val), prefix)
     for frames in reader.batches("val", show):
         size = fitting(frames.size, settings.size, patch)
-        grid = weights.vit.grid_of(*size)
         features = encode(resized(frames.images, size))
-        said = ask(memory, features.flatten(0, 1), settings.k, settings.temperature)
-        maps = said.view(len(features), *grid, -1).permute(0, 3, 1, 2)
+        shares = predict_labels(memory, features.flatten(0, 1), settings.k, settings.temperature)
+        maps = shares.view(len(features), *weights.vit.grid_of(*size), -1).permute(0, 3, 1, 2)
         predicted = likeliest(maps, frames.size)
-        tally.add(predicted, frames.labels)
-        pictures.add(frames, predicted)
-    found = iou.scores("incontext", tally.matrix(), segmented.classes)
-    missed = reader.num_unreadable(settings.max_unreadable)
-    if place is not None:
-        pictures.write(place)
-    return found | {
+        confusion.add(predicted, frames.labels)
+        overlays.add(frames, predicted)
+    scores = iou.scores("incontext", confusion.matrix(), segmented.classes)
+    unreadable_val = reader.num_unreadable(settings.max_unreadable)
+    overlays.write()
+    return scores | {
         "num_memory": float(len(memory.keys)),
-        "num_train": float(len(segmented.train) - unreadable),
-        "num_val": float(len(segmented.val) - missed),
-        "num_unreadable": float(unreadable + missed),
+        "num_train": float(len(segmented.train) - unreadable_train),
+        "num_val": float(len(segmented.val) - unreadable_val),
+        "num_unreadable": float(unreadable_train + unreadable_val),
     }

@@ -1,11 +1,12 @@
 """Linear probe: a linear layer on frozen features, trained with many learning rates at once.
 
-Protocol (DINO's): `[CLS]` of the last 4 blocks one behind the other (up to the width of ViT-S), or `[CLS]` and the mean
-patch of the last block (wider ones), through the last norm; random resized crop and flip in training, resize to 256/224
-and centre crop in test; SGD with momentum 0.9, no weight decay, cosine to 0 by step, learning rates for a batch of 256.
-All learning rates see the same features, so a grid costs one backbone; each classifier is what it would be alone.
-`linear_top1` is the best of the grid on the val images themselves, as DINO's followers report it: read it as such. The
-score of every learning rate is given. With `quick` the features of the centre crops are taken once and trained on.
+Protocol (DINO's): `[CLS]` of the last 4 blocks concatenated (up to the width of ViT-S), or `[CLS]` and the mean patch
+of the last block (wider ViTs), through the last norm; random resized crop and flip in training, resize to 256/224 and
+center crop in test; SGD with momentum 0.9, no weight decay, cosine to 0 by step, learning rates for a batch of 256.
+All learning rates share the features, so a grid costs one pass of the backbone; each classifier is the one it would be
+alone. `linear_top1` is the best of the grid on the val images themselves, as in DINO and later papers, and therefore
+optimistic; the score of every learning rate is given. With `quick` the classifiers are trained on features of center
+crops that are extracted once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor
 from adclr.config.sections import Count, Positive, Section, Several, Share, Side, setting
 from adclr.data.draws import Words, combine, epoch_order, key_of
 from adclr.data.sets.classes import Labelled, Split
-from adclr.evals.accuracy import accuracies
-from adclr.evals.crops import Crops, normaliser, side
+from adclr.evals.accuracy import accuracies, count_images
+from adclr.evals.crops import Crops
 from adclr.evals.features import Features, extract, labels_of
-from adclr.evals.task import Task, begin
+from adclr.evals.task import ClassificationSettings, crop_size, normalizer, open_classification
 from adclr.model.optim import cosine
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
@@ -35,12 +36,14 @@ from adclr.system.progress import Line
 from adclr.weights.backbone import Weights
 
 MOMENTUM = 0.9
-SMALL = 384  # width of ViT-S
-AT_ONCE = 256  # images, where nothing is trained
+SMALL_WIDTH = 384  # of ViT-S
+TEST_BATCH_SIZE = 256
 DEFAULT_LRS = tuple(round(n * 10.0**k, 6) for k in range(-4, 1) for n in (1, 2, 5))
 
 
-class Protocol(Section):
+class LinearSettings(Section):
+    """Settings of a linear probe, which `transfer` has too."""
+
     epochs: Count = Field(100, description="over the train split")
     batch_size: Count = Field(256, description="images of a step, of all processes")
     lrs: Several[Positive] = Field(
@@ -49,41 +52,42 @@ class Protocol(Section):
     num_blocks: Count | None = Field(None, description="blocks whose [CLS] is taken, the last ones; null: 4 for ViT-S")
     mean_patch: bool | None = Field(None, description="take the mean patch of the last block too; null: for ViT-B")
     min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
-    quick: bool = Field(False, description="train on the features of centre crops, taken once")
+    quick: bool = Field(False, description="train on the features of center crops, taken once")
     size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
     )
 
 
-class Settings(Protocol, Task):
-    pass
+class Settings(LinearSettings, ClassificationSettings):
+    """Settings of `evaluate linear`."""
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, labelled, device = begin("linear", settings)
-    return score(weights, labelled, settings, device, place)
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
+    """Train linear classifiers and return the scores."""
+    weights, labeled, device = open_classification("linear", settings)
+    return score(weights, labeled, settings, device, prefix)
 
 
 class Grid:
-    """Linear classifiers, one for each learning rate, in one tensor; the gradient is written out."""
+    """Linear classifiers, one for each learning rate, in one tensor, with an explicit gradient."""
 
     def __init__(self, dim: int, num_classes: int, lrs: tuple[float, ...], seed: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(combine(seed, key_of("linear")) % 2**63)
-        first = torch.empty(num_classes, dim).normal_(std=0.01, generator=generator)
+        initial = torch.empty(num_classes, dim).normal_(std=0.01, generator=generator)
         self.count, self.num_classes = len(lrs), num_classes
-        self.weight = first.to(device).repeat(len(lrs), 1)  # (G·K)×D
+        self.weight = initial.to(device).repeat(len(lrs), 1)  # (G·K)×D
         self.bias = torch.zeros(len(lrs) * num_classes, device=device)
         self.velocity = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
         self.rates = torch.tensor(lrs, device=device).repeat_interleave(num_classes)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """B×D -> B×G×K"""
+        """Return the logits B×G×K of features B×D."""
         return F.linear(features, self.weight, self.bias).view(-1, self.count, self.num_classes)
 
     def step(self, features: Tensor, labels: Tensor, factor: float, shared: bool) -> None:
-        """One step of SGD on the mean cross-entropy of each; `shared`: this is a process's part of the batch."""
-        error = F.softmax(self(features), dim=-1)  # the gradient at the logits is this, less 1 at the label
+        """Do a step of SGD on the mean cross-entropy of each; `shared`: the batch is this process's part of one."""
+        error = F.softmax(self(features), dim=-1)  # minus 1 at the label: the gradient of the logits
         error -= F.one_hot(labels, self.num_classes).unsqueeze(1)
         error = error.flatten(1) / len(features)
         gradients = error.T @ features, error.sum(dim=0)
@@ -96,119 +100,116 @@ class Grid:
             parameter -= (rates.unsqueeze(1) if parameter.ndim > 1 else rates) * velocity
 
 
-def pool(vit: VisionTransformer, settings: Protocol, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    """Normalised images -> features, float32."""
-    small = vit.dim <= SMALL
+def pool(vit: VisionTransformer, settings: LinearSettings, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    """Return the function from normalized images to features, float32."""
+    small = vit.dim <= SMALL_WIDTH
     blocks = min(vit.depth, settings.num_blocks or (4 if small else 1))
     mean_patch = not small if settings.mean_patch is None else settings.mean_patch
 
     @torch.no_grad()
-    def pooled(images: Tensor) -> Tensor:
+    def pool_tokens(images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
             tokens = vit.intermediate(images, blocks)
-        parts = [one.cls for one in tokens]
+        parts = [block_tokens.cls for block_tokens in tokens]
         if mean_patch:
             parts.append(tokens[-1].patches.float().mean(dim=1))
         return torch.cat([part.float() for part in parts], dim=-1)
 
-    return pooled
+    return pool_tokens
 
 
-class Steps(NamedTuple):
-    """What a grid is trained on."""
+class _Batches(NamedTuple):
+    """The features and labels that a grid is trained on."""
 
-    batches: Iterator[tuple[Tensor, Tensor]]  # features and labels
+    batches: Iterator[tuple[Tensor, Tensor]]
     total: int
     batch_size: int  # of all processes
     shared: bool  # whether a process has only its part of a batch
 
 
-def from_crops(crops: Crops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings) -> Steps:
-    """Features of new crops in every epoch."""
-    total, local = settings.epochs * crops.steps_per_epoch, crops.batch_size // distributed.world_size()
-    normalise = normaliser(weights, crops.device)
+def _batches_of_crops(
+    crops: Crops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings
+) -> _Batches:
+    """Return features of new crops in every epoch."""
+    total, local_size = settings.epochs * crops.steps_per_epoch, crops.batch_size // distributed.world_size()
+    normalize = normalizer(weights, crops.device)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        with closing(crops.batches(0, total, local, lambda images, _: (normalise(images), []))) as shown:
-            for step, seen in enumerate(shown, 1):
-                yield features(seen.images), seen.labels
-                if step == crops.steps_per_epoch and crops.feed.store is None:
-                    crops.check()
+        with closing(crops.batches(0, total, local_size, lambda images, _: (normalize(images), None))) as crop_batches:
+            for step, batch in enumerate(crop_batches, 1):
+                yield features(batch.images), batch.labels
+                if step == crops.steps_per_epoch:
+                    crops.check_if_streamed()
 
-    return Steps(batches(), total, crops.batch_size, True)
+    return _Batches(batches(), total, crops.batch_size, True)
 
 
-def from_features(values: Tensor, labels: Tensor, keys: Words, settings: Settings) -> Steps:
-    """The same features in every epoch, in another order; every process trains on all of them."""
+def _batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: Settings) -> _Batches:
+    """Return the same features in every epoch, in another order; every process trains on all of them."""
     size = min(settings.batch_size, len(labels))
     per_epoch = len(labels) // size
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for epoch in range(settings.epochs):
             order = send(epoch_order(settings.seed, epoch, keys), values.device)
-            for place in range(per_epoch):
-                chosen = order[place * size : (place + 1) * size]
+            for number in range(per_epoch):
+                chosen = order[number * size : (number + 1) * size]
                 yield values[chosen], labels[chosen]
 
-    return Steps(batches(), settings.epochs * per_epoch, size, False)
+    return _Batches(batches(), settings.epochs * per_epoch, size, False)
 
 
 @torch.no_grad()
-def train(grid: Grid, steps: Steps) -> None:
-    with Line("linear", steps.total, show=distributed.is_main()) as line:
-        for step, (features, labels) in enumerate(steps.batches):
-            grid.step(features, labels, steps.batch_size / 256 * cosine(1.0, 0.0, step / steps.total), steps.shared)
+def _train(grid: Grid, data: _Batches) -> None:
+    """Train all classifiers of the grid."""
+    with Line("linear", data.total, show=distributed.is_main()) as line:
+        for step, (features, labels) in enumerate(data.batches):
+            grid.step(features, labels, data.batch_size / 256 * cosine(1.0, 0.0, step / data.total), data.shared)
             line.move(step + 1)
 
 
 @torch.no_grad()
 def score(
-    weights: Weights, labelled: Labelled, settings: Settings, device: torch.device, place: Path | None = None
+    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
-    """Accuracies in percent of the best learning rate, the top-1 of each, and how many images they rest on."""
-    size = side(weights.vit, settings.size)
-    features = pool(weights.vit, settings, autocast_dtype(settings.precision, device))
-    lrs, classes = tuple(dict.fromkeys(settings.lrs)), labelled.classes
+    """Return accuracies in percent of the best learning rate, the top-1 of each, and the numbers of images."""
+    size = crop_size(weights.vit, settings.size)
+    pool_images = pool(weights.vit, settings, autocast_dtype(settings.precision, device))
+    lrs, classes = tuple(dict.fromkeys(settings.lrs)), labeled.classes
 
-    def look(split: Split, name: str) -> tuple[Features, Tensor]:
-        found = extract(
+    def extract_split(split: Split, name: str) -> tuple[Features, Tensor]:
+        features = extract(
             weights,
             split.source,
-            features,
+            pool_images,
             device,
-            AT_ONCE,
+            TEST_BATCH_SIZE,
             settings.num_workers,
             name,
             show=distributed.is_main(),
             size=(size, size),
             shared=True,
         )
-        return found, labels_of(found, split, classes, settings.max_unreadable)
+        return features, labels_of(features, split, classes, settings.max_unreadable)
 
-    val, val_labels = look(labelled.val, "val features")
+    val, val_labels = extract_split(labeled.val, "val features")
     grid = Grid(val.values.shape[1], len(classes), lrs, settings.seed, device)
     if settings.quick:
-        found, labels = look(labelled.train, "train features")
-        keys = labelled.train.source.keys[found.kept]
-        train(grid, from_features(found.values.to(device), labels.to(device), keys, settings))
-        num_train = len(found.kept)
+        features, labels = extract_split(labeled.train, "train features")
+        keys = labeled.train.source.keys[features.kept]
+        _train(grid, _batches_of_features(features.values.to(device), labels.to(device), keys, settings))
+        num_train = len(features.kept)
     else:
-        crops = Crops(weights, labelled, settings, device, size, settings.batch_size, settings.min_crop)
-        train(grid, from_crops(crops, weights, features, settings))
+        crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop)
+        _train(grid, _batches_of_crops(crops, weights, pool_images, settings))
         num_train = crops.num_readable()
-    most, parts = min(5, len(classes)), torch.split(val.values.to(device), AT_ONCE)
-    rankings = torch.cat([grid(part).topk(most, dim=-1).indices for part in parts]).cpu()  # n×G×5
-    each = [100 * (rankings[:, g, 0] == val_labels).double().mean().item() for g in range(len(lrs))]
-    best = max(range(len(lrs)), key=each.__getitem__)
-    num_images = len(labelled.train.labels) + len(labelled.val.labels)
+    count, parts = min(5, len(classes)), torch.split(val.values.to(device), TEST_BATCH_SIZE)
+    rankings = torch.cat([grid(part).topk(count, dim=-1).indices for part in parts]).cpu()  # n×G×5
+    top1 = [100 * (rankings[:, g, 0] == val_labels).double().mean().item() for g in range(len(lrs))]
+    best = max(range(len(lrs)), key=top1.__getitem__)
     return (
-        accuracies("linear", rankings[:, best], val_labels, classes, place)
-        | {f"linear_top1_lr{lr:g}": found for lr, found in zip(lrs, each, strict=True)}
-        | {
-            "best_lr": lrs[best],
-            "best_lr_chosen_on": "val",
-            "num_train": float(num_train),
-            "num_val": float(len(val_labels)),
-            "num_unreadable": float(num_images - num_train - len(val_labels)),
-        }
+        accuracies("linear", rankings[:, best], val_labels, classes, prefix)
+        | {f"linear_top1_lr{lr:g}": accuracy for lr, accuracy in zip(lrs, top1, strict=True)}
+        | {"best_lr": lrs[best], "best_lr_chosen_on": "val"}
+        | count_images(labeled, num_train, len(val_labels))
     )

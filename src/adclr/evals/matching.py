@@ -1,11 +1,11 @@
-"""Does it learn, without labels: how often an image is found again in another view, and a patch its place in it.
+"""A score without labels: how often an image and a patch are matched to themselves in another view.
 
-Each image is cut twice, at other places and sizes; the second view has another brightness and is flipped for half of
-the images. `image_matching`: the `[CLS]` of a first view, of all second views, is nearest to that of its own image.
-`patch_matching`: a patch of the first view whose place lies in the second is matched by the cosine of its features to
-the patches there, and is right if the best of them is at most one patch off. An untrained network of the same shape
-says what shape and pixels alone give, `*_chance` what guessing gives. `rank_*` is the number of directions in which the
-features of images differ. All in percent but the ranks.
+Two views of each image are cut at random positions and sizes; the second has another brightness and is flipped for half
+of the images. `image_matching`: among the `[CLS]` of all second views, that of the same image is the nearest to the
+first view's. `patch_matching`: a patch of the first view whose position lies in the second is matched by cosine
+similarity to the patches there; the match is correct if it is at most one patch off. `*_untrained` are the scores of a
+new network of the same architecture, `*_chance` those of guessing. `rank_*` is the effective rank of the features. All
+are percentages but the ranks.
 """
 
 from __future__ import annotations
@@ -28,37 +28,42 @@ from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import prepared
+from adclr.evals.task import check_inputs, normalizer
 from adclr.model.effective_rank import effective_rank
 from adclr.model.vit import VisionTransformer
 from adclr.system.devices import choose
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights, load_weights
 
-WHOLE = 1.5  # side of the image that is cut, of the input size
-SIDES = (0.6, 1.0)  # of a view, of the image's
-BRIGHTNESS = 0.2  # the second view's: a factor in 1 +- this
-NEAR = 1.0  # patches
+IMAGE_SCALE = 1.5  # side of the images that views are cut from, relative to the input size
+SIDES = (0.6, 1.0)  # of a view, relative to the image
+BRIGHTNESS = 0.2  # of the second view: a factor in 1 +- this
+MAX_DISTANCE = 1.0  # of a correct match, patches
 ROWS = 4096  # images that are compared with all others at once
 SCORES = ("image_matching", "patch_matching", "rank_cls", "rank_patches")
-DEVIATIONS = 3.0  # by which a share of images must have risen before it counts
+DEVIATIONS = 3.0  # standard deviations by which a score must rise to count
 
 
 class Settings(Section):
+    """Settings of `evaluate matching`."""
+
     weights: str = setting("", "a run directory, a file or folder of weights, or timm:NAME", free=["study"])
-    partial: bool = setting(False, "take weights that do not cover the whole backbone", free=["study", "control"])
+    partial: bool = setting(
+        False, description="take weights that do not cover the whole backbone", free=["study", "control"]
+    )
     data: str = setting(
-        "", "images that were not trained on: folder, .txt list, .tar shards or hf:PATH", free=["study"]
+        "", description="images that were not trained on: folder, .txt list, .tar shards or hf:PATH", free=["study"]
     )
     max_images: Count = Field(1000, description="images that are looked at, the first by their keys")
     batch_size: Count = Field(64, description="images at once")
     num_workers: int | None = setting(
-        None, "decoding threads; null: one for each CPU core", ge=1, free=["study", "control"]
+        None, ge=1, description="decoding threads; null: one for each CPU core", free=["study", "control"]
     )
     device: Device = setting("auto", "auto: the GPU if there is one", free=["study", "control"])
 
 
 class Boxes(NamedTuple):
-    """Where a view lies in each image: left, top and side of 1, B each; and which are flipped."""
+    """The view of each image: left, top and side as shares of the image, and whether it is flipped; B each."""
 
     left: Tensor
     top: Tensor
@@ -66,70 +71,70 @@ class Boxes(NamedTuple):
     flipped: Tensor
 
     def place(self, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """From places in the view (...) to places in the images (B×...)."""
+        """Convert positions in the view (...) to positions in the images (B×...)."""
         x = torch.where(self.flipped, 1 - across.unsqueeze(-1), across.unsqueeze(-1)) * self.side + self.left
         y = down.unsqueeze(-1) * self.side + self.top
         return x.movedim(-1, 0), y.movedim(-1, 0)
 
     def find(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The other way round: B×n places in the images to B×n places in the view."""
+        """Convert positions in the images, B×n, to positions in the view, B×n."""
         across = (x - self.left.unsqueeze(1)) / self.side.unsqueeze(1)
         down = (y - self.top.unsqueeze(1)) / self.side.unsqueeze(1)
         return torch.where(self.flipped.unsqueeze(1), 1 - across, across), down
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, float]:  # noqa: ARG001
-    if not settings.weights or not settings.data:
-        raise UserError("matching needs both weights and images; give --weights and --data")
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, float]:  # noqa: ARG001
+    """Return the scores of the weights and of an untrained network."""
+    check_inputs("matching", settings, "images")
     source, device = open_source(settings.data), choose(settings.device)
     weights = load_weights(settings.weights, settings.partial)
     weights.vit.to(device)
-    found = score(weights, source, settings, device)
-    before = score(replace(weights, vit=untrained(weights.vit)), source, settings, device)
-    return found | {f"{name}_untrained": before[name] for name in SCORES}
+    scores = score(weights, source, settings, device)
+    untrained = score(replace(weights, vit=_untrained_like(weights.vit)), source, settings, device)
+    return scores | {f"{name}_untrained": untrained[name] for name in SCORES}
 
 
 def has_learned(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
-    """Whether images or patches are found again clearly more often than by the untrained network.
+    """Return whether images or patches are matched significantly more often than by the untrained network.
 
-    Patches of one image are taken for one case. The demo's network, whose kNN rises by 20 points, finds 33.6 % of 500
-    images again, 15.8 % untrained, and 46.5 % of patches, 47.0 % untrained.
+    The patches of one image count as one sample. The demo's network, whose kNN accuracy rises by 20 points, matches
+    33.6 % of 500 images, 15.8 % untrained, and 46.5 % of patches, 47.0 % untrained.
     """
 
-    def rose(name: str) -> bool:
+    def has_risen(name: str) -> bool:
         shares = before[name] / 100, after[name] / 100
-        noise = sum(share * (1 - share) for share in shares) / after["num_images"]
-        return shares[1] - shares[0] > DEVIATIONS * math.sqrt(noise)
+        variance = sum(share * (1 - share) for share in shares) / after["num_images"]
+        return shares[1] - shares[0] > DEVIATIONS * math.sqrt(variance)
 
-    return rose("image_matching") or rose("patch_matching")
+    return has_risen("image_matching") or has_risen("patch_matching")
 
 
-def untrained(vit: VisionTransformer) -> VisionTransformer:
-    """One of the same shape with new weights, always the same ones."""
-    other = copy.deepcopy(vit).cpu()
+def _untrained_like(vit: VisionTransformer) -> VisionTransformer:
+    """Return a ViT of the same architecture with new weights, always the same ones."""
+    untrained = copy.deepcopy(vit).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for module in other.modules():
+        for module in untrained.modules():
             if isinstance(module, nn.Conv2d | nn.LayerNorm):
                 module.reset_parameters()
-        other.initialise()
-    return other.to(next(vit.parameters()).device)
+        untrained.initialise()
+    return untrained.to(next(vit.parameters()).device)
 
 
 @torch.no_grad()
 def score(
     weights: Weights, source: Source, settings: Settings, device: torch.device, show: bool = True
 ) -> dict[str, float]:
-    """The scores, and what they are to be compared with."""
+    """Return the scores and those of guessing."""
     vit = weights.vit
     chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
-    size = tuple(round(WHOLE * side) for side in vit.input_size)
-    mean, std = (torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (weights.mean, weights.std))
+    size = tuple(round(IMAGE_SCALE * side) for side in vit.input_size)
+    normalize = normalizer(weights, device)
     batches = prepared(chosen, (size[0], size[1]), settings.batch_size, settings.num_workers, weights.decoder)
     total = -(-len(chosen) // settings.batch_size)
-    right = chance = count = 0.0
-    cls: list[Tensor] = []
-    others: list[Tensor] = []
+    correct = chance = count = 0.0
+    first_cls: list[Tensor] = []
+    second_cls: list[Tensor] = []
     patches: list[Tensor] = []
     for number, batch in enumerate(track(batches, "matching", total, show)):
         readable = [(i, image) for i, image in enumerate(batch) if not isinstance(image, str)]
@@ -137,58 +142,59 @@ def score(
             continue
         keys = chosen.keys[[number * settings.batch_size + i for i, _ in readable]]
         images = torch.from_numpy(np.stack([image for _, image in readable])).to(device).float() / 255
-        one, other = draw(Draws(0, 0, keys), device)
-        factor = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
-        first = cut(images, one, vit.input_size)
-        second = cut(images, other, vit.input_size) * factor.to(first).view(-1, 1, 1, 1)
-        a, b = (vit((view.clamp(0, 1) - mean) / std) for view in (first, second))
-        found = match(a.patches.float(), b.patches.float(), one, other, vit.grid)
-        right, chance, count = right + found[0], chance + found[1], count + found[2]
-        cls.append(a.cls.float())
-        others.append(b.cls.float())
-        patches.append(a.patches[:, :: max(1, a.patches.shape[1] // 8)].flatten(0, 1).float())
+        first_boxes, second_boxes = draw(Draws(0, 0, keys), device)
+        brightness = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
+        views = [cut(images, boxes, vit.input_size) for boxes in (first_boxes, second_boxes)]
+        views[1] = views[1] * brightness.to(views[1]).view(-1, 1, 1, 1)
+        first, second = (vit(normalize(view.clamp(0, 1))) for view in views)
+        counts = match(first.patches.float(), second.patches.float(), first_boxes, second_boxes, vit.grid)
+        correct, chance, count = correct + counts[0], chance + counts[1], count + counts[2]
+        first_cls.append(first.cls.float())
+        second_cls.append(second.cls.float())
+        patches.append(first.patches[:, :: max(1, first.patches.shape[1] // 8)].flatten(0, 1).float())
     if not count:
         raise UserError(f"none of the {len(chosen)} images of {source.root} can be read; name others")
-    images_found, num_images = found_again(torch.cat(cls), torch.cat(others)), sum(len(part) for part in cls)
+    all_cls = torch.cat(first_cls)
+    num_images = len(all_cls)
     return {
-        "image_matching": 100 * images_found / num_images,
+        "image_matching": 100 * found_again(all_cls, torch.cat(second_cls)) / num_images,
         "image_matching_chance": 100 / num_images,
-        "patch_matching": 100 * right / count,
+        "patch_matching": 100 * correct / count,
         "patch_matching_chance": 100 * chance / count,
-        "rank_cls": effective_rank(torch.cat(cls)).item(),
+        "rank_cls": effective_rank(all_cls).item(),
         "rank_patches": effective_rank(torch.cat(patches)).item(),
         "num_images": float(num_images),
     }
 
 
 def found_again(first: Tensor, second: Tensor) -> int:
-    """How many rows of `first` are nearest, by cosine, to the row of `second` of their own number; n×D each.
+    """Return how many rows of `first` are most similar, by cosine, to the same row of `second`; n×D each.
 
-    Of several that are as near, as in a network that says the same of all images, only the first counts.
+    Of equally similar rows, as those of a collapsed network are, only the first counts.
     """
-    one, other = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
-    right = 0
-    for start in range(0, len(one), ROWS):
-        best = (one[start : start + ROWS] @ other.mT).argmax(dim=-1)
-        right += int((best == torch.arange(start, start + len(best), device=best.device)).sum())
-    return right
+    first, second = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
+    correct = 0
+    for start in range(0, len(first), ROWS):
+        best = (first[start : start + ROWS] @ second.mT).argmax(dim=-1)
+        correct += int((best == torch.arange(start, start + len(best), device=best.device)).sum())
+    return correct
 
 
 def draw(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:
-    """Two views of each image."""
+    """Return two random views of each image."""
 
     def boxes(name: str) -> Boxes:
         side = draws.uniform(f"{name} side", 1, low=SIDES[0], high=SIDES[1])[:, 0]
         left, top = (draws.uniform(f"{name} {word}", 1)[:, 0] * (1 - side) for word in ("left", "top"))
         flipped = draws.chance(f"{name} flip", 0.5 if name == "second" else 0.0, 1)[:, 0]
-        where = torch.from_numpy(np.stack([left, top, side])).float().to(device)
-        return Boxes(where[0], where[1], where[2], torch.from_numpy(flipped).to(device))
+        geometry = torch.from_numpy(np.stack([left, top, side])).float().to(device)
+        return Boxes(geometry[0], geometry[1], geometry[2], torch.from_numpy(flipped).to(device))
 
     return boxes("first"), boxes("second")
 
 
 def cut(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """B×C×H×W -> B×C×size"""
+    """Return the views B×C×size of images B×C×H×W, by bicubic sampling."""
     down, across = _middles(size, images.device)
     x, y = boxes.place(across, down)
     return F.grid_sample(
@@ -197,7 +203,10 @@ def cut(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
 
 
 def match(first: Tensor, second: Tensor, one: Boxes, other: Boxes, grid: tuple[int, int]) -> tuple[float, float, float]:
-    """How many patches find their place, how many would by chance, and of how many; features B×N×D."""
+    """Return the number of patches that are matched correctly, that expected by chance, and the total.
+
+    Features are B×N×D.
+    """
     height, width = grid
     down, across = _middles(grid, first.device)
     x, y = one.place(across.flatten(), down.flatten())
@@ -206,18 +215,18 @@ def match(first: Tensor, second: Tensor, one: Boxes, other: Boxes, grid: tuple[i
     best = (F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).mT).argmax(dim=-1)
     column, row = across * width - 0.5, down * height - 0.5  # in patches
 
-    def near(columns: Tensor, rows: Tensor) -> Tensor:
-        return ((columns - column).abs() <= NEAR) & ((rows - row).abs() <= NEAR)
+    def is_near(columns: Tensor, rows: Tensor) -> Tensor:
+        return ((columns - column).abs() <= MAX_DISTANCE) & ((rows - row).abs() <= MAX_DISTANCE)
 
-    right = near(best % width, best // width) & inside
-    all_of_them = torch.arange(height * width, device=first.device)
-    hits = sum((near(place % width, place // width) & inside).sum() for place in all_of_them)
+    correct = is_near(best % width, best // width) & inside
+    all_patches = torch.arange(height * width, device=first.device)
+    hits = sum((is_near(patch % width, patch // width) & inside).sum() for patch in all_patches)
     assert isinstance(hits, Tensor)
-    return right.sum().item(), hits.item() / (height * width), inside.sum().item()
+    return correct.sum().item(), hits.item() / (height * width), inside.sum().item()
 
 
 def _middles(size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(down, across): the middles of rows and columns, height×width each, of 1."""
+    """Return the vertical and horizontal centers of the cells of a grid, height×width each, in [0, 1]."""
     sides = ((torch.arange(n, device=device) + 0.5) / n for n in size)
     down, across = torch.meshgrid(*sides, indexing="ij")
     return down, across

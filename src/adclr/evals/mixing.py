@@ -1,7 +1,7 @@
-"""Random erasing, mixup, cutmix and smoothed labels, for fine-tuning; drop path as a function of the image.
+"""Random erasing, mixup, cutmix and label smoothing for fine-tuning; drop path as a function of the image.
 
-Images of a batch are mixed in pairs of neighbours, which in a random order are random pairs: so each process can mix
-its own part of a batch, and the whole is what one process would have made.
+Images of a batch are mixed in pairs of neighbors, which are random pairs because the order is random. Each process
+mixes its own part of a batch, with the same result as one process would have for the whole batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from adclr.data.draws import Draws, combine, crop_boxes, key_of
 from adclr.system.devices import send
 
-AREA, ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)  # of what is erased, as timm has them
+AREA, ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)  # of the erased rectangle, as in timm
 
 
 class Eraser:
-    """Fills a random rectangle of some images with noise, pixel by pixel; for normalised images.
+    """Fills a random rectangle of some normalized images with noise, pixel by pixel.
 
-    The noise is a window of one canvas, drawn once: where it lies hangs on the image alone.
+    The noise is a window of one canvas that is drawn once; the position of the window depends on the image alone.
     """
 
     def __init__(self, probability: float, num_channels: int, size: int, seed: int, device: torch.device) -> None:
@@ -32,6 +32,7 @@ class Eraser:
         self.axis = torch.arange(size, device=device)
 
     def __call__(self, x: Tensor, draws: Draws) -> Tensor:
+        """Erase in place and return the images."""
         rows = np.flatnonzero(draws.chance("erase", self.probability, 1)[:, 0])
         if not len(rows):
             return x
@@ -40,37 +41,37 @@ class Eraser:
         shift = (draws.uniform("erase noise", 2)[rows] * self.size).astype(np.int64)
         index = send(rows, x.device)
         top, left, height, width, down, right = send(np.concatenate([boxes, shift], axis=1), x.device).T[..., None]
-        y = (self.axis >= top) & (self.axis < top + height)  # n×S
-        across = (self.axis >= left) & (self.axis < left + width)
+        rows_inside = (self.axis >= top) & (self.axis < top + height)  # n×S
+        columns_inside = (self.axis >= left) & (self.axis < left + width)
         noise = self.canvas[:, ((self.axis + down) % self.size)[:, :, None], ((self.axis + right) % self.size)[:, None]]
-        erased = (y[:, :, None] & across[:, None]).unsqueeze(1)
+        erased = (rows_inside[:, :, None] & columns_inside[:, None]).unsqueeze(1)
         x[index] = torch.where(erased, noise.transpose(0, 1), x[index])
         return x
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How all images of a step are mixed with their neighbours."""
+    """The mixing of each image of a step with its neighbor."""
 
     share: float  # of the image itself
-    box: tuple[int, int, int, int] | None  # top, left, bottom, right of what is the neighbour's; None: all, faintly
+    box: tuple[int, int, int, int] | None  # top, left, bottom, right of the neighbor's part in cutmix; None: mixup
 
     def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Alters the images."""
+        """Return mixed images and soft labels; the images are changed in place."""
         if self.share == 1:
             return images, targets
         order = torch.arange(len(images), device=images.device)
-        other = torch.where(order ^ 1 < len(images), order ^ 1, order)  # the last of an odd number stays alone
+        neighbor = torch.where(order ^ 1 < len(images), order ^ 1, order)  # the last of an odd number is its own
         if self.box is None:
-            images = self.share * images + (1 - self.share) * images[other]
+            images = self.share * images + (1 - self.share) * images[neighbor]
         else:
             top, left, bottom, right = self.box
-            images[:, :, top:bottom, left:right] = images[other, :, top:bottom, left:right]
-        return images, self.share * targets + (1 - self.share) * targets[other]
+            images[:, :, top:bottom, left:right] = images[neighbor, :, top:bottom, left:right]
+        return images, self.share * targets + (1 - self.share) * targets[neighbor]
 
 
 def draw_mix(seed: int, step: int, mixup: float, cutmix: float, size: int) -> Mix:
-    """One for a step; `mixup` and `cutmix` are the parameters of their Beta distributions, 0: not at all."""
+    """Return the mixing of a step; `mixup` and `cutmix` are the parameters of their Beta distributions, 0: never."""
     rng = np.random.default_rng(combine(seed, step, key_of("mixing")))
     cut = bool(cutmix) and (not mixup or rng.random() < 0.5)
     alpha = cutmix if cut else mixup
@@ -85,15 +86,15 @@ def draw_mix(seed: int, step: int, mixup: float, cutmix: float, size: int) -> Mi
     return Mix(1 - (bottom - top) * (right - left) / size**2, (top, left, bottom, right))
 
 
-def smoothed(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """B×K: `smoothing` is shared by all classes, the label among them."""
+def smooth_labels(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """Return B×K targets: `smoothing` is distributed evenly over all classes, the label included."""
     return F.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
 
 
-def kept(draws: Draws, depth: int, rate: float, device: torch.device) -> Tensor | None:
-    """What drop path multiplies the two branches of each block with, depth×2×B: 0, or 1 / (1 - rate of the block)."""
+def drop_path_scales(draws: Draws, depth: int, rate: float, device: torch.device) -> Tensor | None:
+    """Return the factors of the two branches of each block, depth×2×B: 0, or 1 / (1 - rate of the block)."""
     if not rate:
         return None
     rates = np.linspace(0, rate, depth)[:, None]
-    left = draws.uniform("drop path", depth, 2) >= rates
-    return send((left / (1 - rates)).transpose(1, 2, 0).astype(np.float32), device)
+    retained = draws.uniform("drop path", depth, 2) >= rates
+    return send((retained / (1 - rates)).transpose(1, 2, 0).astype(np.float32), device)

@@ -1,4 +1,4 @@
-"""What decoders read of a ViT: maps after some of its blocks, at the stride of its patches or rescaled to a pyramid."""
+"""Feature maps of a ViT for decoders: after some of its blocks, at the stride of its patches or as a pyramid."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over all processes, whose gradient is the sum of theirs."""
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum over all processes, whose gradient is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -29,36 +29,40 @@ class _Sum(torch.autograd.Function):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Statistics of the batch of all processes, on any device; torch's own shared norm is for GPUs alone."""
+    """Batch norm over the batch of all processes, for CPUs.
+
+    `nn.SyncBatchNorm`, into which `Trainer` converts it on GPUs, refuses tensors on the CPU.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized maps."""
         if not self.training or distributed.world_size() == 1:
             return super().forward(x)
         assert self.running_mean is not None
         assert self.running_var is not None
-        wide = x.float()
-        sums = torch.stack([wide.sum(dim=(0, 2, 3)), wide.square().sum(dim=(0, 2, 3))])
-        count = x.numel() / x.shape[1] * distributed.world_size()  # all have as many
-        total: Tensor = _Sum.apply(sums)
+        values = x.float()
+        sums = torch.stack([values.sum(dim=(0, 2, 3)), values.square().sum(dim=(0, 2, 3))])
+        count = x.numel() / x.shape[1] * distributed.world_size()  # every process has as many images
+        total: Tensor = _SumOverProcesses.apply(sums)
         mean, square = total / count
         variance = (square - mean.square()).clamp(min=0)
         with torch.no_grad():
             self.running_mean.lerp_(mean, self.momentum or 0.1)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum or 0.1)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        shifted: Tensor = wide * scale.view(-1, 1, 1) + (self.bias - mean * scale).view(-1, 1, 1)
-        return shifted.to(x.dtype)
+        normalized: Tensor = values * scale.view(-1, 1, 1) + (self.bias - mean * scale).view(-1, 1, 1)
+        return normalized.to(x.dtype)
 
 
 def blocks_at(depth: int, of_twelve: Sequence[int]) -> list[int]:
-    """Blocks, counted from 0, that lie as deep as these of a ViT of twelve do, counted from 1."""
+    """Return the blocks, counted from 0, at the relative depths that these blocks, counted from 1, have in ViT-B."""
     return [max(1, round(number * depth / 12)) - 1 for number in of_twelve]
 
 
 class Pyramid(nn.Module):
     """Maps B×D×h×w after some blocks, through the last norm if `normed`.
 
-    `rescaled`: the four maps are made 4 times, twice, once and half as large as the grid of patches: for patches of 16
+    `rescaled`: the four maps are 4 times, twice, once and half as large as the grid of patches: for patches of 16
     pixels strides 4, 8, 16 and 32. A `frozen` ViT is not trained.
     """
 
@@ -76,13 +80,14 @@ class Pyramid(nn.Module):
             parts = (nn.Sequential(*larger), nn.ConvTranspose2d(dim, dim, 2, 2), nn.Identity(), nn.MaxPool2d(2, 2))
             self.rescale = nn.ModuleList(parts)
 
-    def forward(self, images: Tensor, kept: Tensor | None = None, windows: int | None = None) -> list[Tensor]:
-        """`kept`: what drop path multiplies with; `windows`: see `VisionTransformer.in_windows`."""
+    def forward(self, images: Tensor, path_scales: Tensor | None = None, windows: int | None = None) -> list[Tensor]:
+        """Return the maps; `path_scales`: factors of drop path; `windows`: see `VisionTransformer.in_windows`."""
         grid = self.vit.grid_of(images.shape[-2], images.shape[-1])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if windows is None:
-                tokens = [found.patches for found in self.vit.intermediate(images, self.blocks, self.normed, kept)]
+                tokens = self.vit.intermediate(images, self.blocks, self.normed, path_scales)
+                patches = [block_tokens.patches for block_tokens in tokens]
             else:
-                tokens = self.vit.in_windows(images, self.blocks, windows, self.normed, kept)
-        maps = [found.transpose(1, 2).reshape(len(images), -1, *grid) for found in tokens]
+                patches = self.vit.in_windows(images, self.blocks, windows, self.normed, path_scales)
+        maps = [features.transpose(1, 2).reshape(len(images), -1, *grid) for features in patches]
         return maps if self.rescale is None else [part(x) for part, x in zip(self.rescale, maps, strict=True)]

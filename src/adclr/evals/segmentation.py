@@ -1,11 +1,11 @@
-"""Semantic segmentation: a decoder on the backbone, trained on labelled pixels, and mIoU on others.
+"""Semantic segmentation: a decoder on the backbone is trained on labeled pixels and scored by mIoU.
 
-Three heads, each with the protocol of its source where nothing is set. `linear`: batch norm and a linear layer on the
-patches of the last block, the backbone frozen (DINOv2's). `fpn`: Semantic FPN on blocks 3, 6, 9 and 12, all at the
+Three heads, each with the protocol of its source for all that is not set. `linear`: batch norm and a linear layer on
+the patches of the last block, the backbone frozen (DINOv2's). `fpn`: Semantic FPN on blocks 3, 6, 9 and 12, all at the
 stride of the patches, and `upernet` with its auxiliary head on blocks 4, 6, 8 and 12 rescaled to strides 4 to 32:
-everything is trained (SelfPatch's and iBOT's, which the paper follows). Crops are `scaled_crops`'; pixels that are
-ignored count as 0 in the mean of the loss. With a place to write to, training is resumed there (see `course`), and the
-model is left there.
+everything is trained (SelfPatch's and iBOT's, which the paper follows). Crops are those of `scaled_crops`; ignored
+pixels count as 0 in the mean of the loss. With an output prefix the training is resumed in the folder PREFIX (see
+`trainer`), which finally holds the model; PREFIX.png shows some predictions.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Positive, Several, Side, UserError, free_settings, setting
-from adclr.data.draws import combine, key_of
+from adclr.config.sections import Count, Positive, Several, Side, UserError, setting
+from adclr.data.draws import Draws, combine, key_of
+from adclr.data.prefetch import Ahead
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
-from adclr.evals.classifier import fingerprint
-from adclr.evals.crops import normaliser
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
 from adclr.evals.frames import Reader, fitting, likeliest, resized
-from adclr.evals.overlays import Pictures
+from adclr.evals.overlays import Overlays
 from adclr.evals.pyramid import Pyramid, blocks_at
-from adclr.evals.scaled_crops import ScaledCrops, Shown
-from adclr.evals.task import Pixelwise, begin_pixelwise
-from adclr.evals.trainer import Course, Pace
+from adclr.evals.scaled_crops import PixelBatch, ScaledCrops
+from adclr.evals.task import PixelSettings, normalizer, open_pixels
+from adclr.evals.trainer import Trainer, TrainingSettings
 from adclr.model import optim
-from adclr.model.compiled import compile_blocks
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
@@ -44,7 +43,9 @@ Head = Literal["linear", "fpn", "upernet"]
 AUXILIARY = 0.4  # weight of the auxiliary head's loss
 
 
-class Settings(Pace, Pixelwise):
+class Settings(TrainingSettings, PixelSettings):
+    """Settings of `evaluate segmentation`."""
+
     head: Head = Field("linear", description="what is trained on the backbone")
     frozen: bool | None = Field(None, description="train the head alone; null: for linear")
     rescaled: bool | None = Field(None, description="rescale maps to a pyramid; null: for upernet")
@@ -52,21 +53,29 @@ class Settings(Pace, Pixelwise):
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="of the last block; frozen: none")
     size: Side = Field(512, description="side of the crops, and shorter side of test images, pixels")
     scales: tuple[Positive, Positive] = Field((0.5, 2.0), description="of the shorter side, before crops are cut")
-    colors: bool = setting(True, "change brightness, contrast, saturation and hue in training", old_name="colours")
-    inference: Literal["auto", "whole", "sliding"] = setting("auto", "auto: sliding for upernet", free=["resume"])
+    colors: bool = setting(
+        True, description="change brightness, contrast, saturation and hue in training", old_name="colours"
+    )
+    inference: Literal["auto", "whole", "sliding"] = setting(
+        "auto", description="auto: sliding for upernet", free=["resume"]
+    )
     stride: Side | None = Field(None, description="of sliding windows of the crops' size; null: two thirds of it")
-    test_scales: Several[Positive] = setting((1.0,), "at which test images are seen", min_length=1, free=["resume"])
+    test_scales: Several[Positive] = setting(
+        (1.0,), min_length=1, description="at which test images are seen", free=["resume"]
+    )
     test_mirrored: bool = setting(False, "see their mirror images too", free=["resume"])
     test_batch_size: Count = setting(8, "test images at once", free=["resume", "study"])
     precision: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
+        "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )
-    compile: bool = setting(False, "compile the blocks, which takes half a minute on a GPU", free=["resume", "study"])
+    compile: bool = setting(
+        False, description="compile the blocks, which takes half a minute on a GPU", free=["resume", "study"]
+    )
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a head's source does where nothing is set."""
+    """The values of a head's source for settings that are null."""
 
     steps: int
     batch_size: int
@@ -88,21 +97,21 @@ PROTOCOLS: dict[Head, Protocol] = {
 
 
 def protocol_of(settings: Settings) -> Protocol:
-    """The head's, with what is set instead."""
-    own = PROTOCOLS[settings.head]
-    told = {name: value for name in vars(own) if (value := getattr(settings, name, None)) is not None}
+    """Return the protocol of the head, with the settings that are not null in place of its values."""
+    protocol = PROTOCOLS[settings.head]
+    changes = {name: value for name in vars(protocol) if (value := getattr(settings, name, None)) is not None}
     if settings.inference != "auto":
-        told["sliding"] = settings.inference == "sliding"
-    made = replace(own, **told)
+        changes["sliding"] = settings.inference == "sliding"
+    protocol = replace(protocol, **changes)
     if settings.from_scratch and settings.layer_decay is None:
-        made = replace(made, layer_decay=1.0)
+        protocol = replace(protocol, layer_decay=1.0)
     if settings.warmup_steps is None:
-        made = replace(made, warmup_steps=min(made.warmup_steps, made.steps // 10))
-    return replace(made, drop_path=0.0) if made.frozen else made
+        protocol = replace(protocol, warmup_steps=min(protocol.warmup_steps, protocol.steps // 10))
+    return replace(protocol, drop_path=0.0) if protocol.frozen else protocol
 
 
 class Segmenter(nn.Module):
-    """Normalised images -> logits; in training, with labels, losses."""
+    """A backbone with a decoder."""
 
     def __init__(self, weights: Weights, settings: Settings, protocol: Protocol, num_classes: int) -> None:
         super().__init__()
@@ -123,212 +132,205 @@ class Segmenter(nn.Module):
             auxiliary = max(1, settings.width // 2) if settings.width else 256
             self.decoder = UperNet(dims, num_classes, settings.width or vit.dim, auxiliary)
 
-    def logits(self, images: Tensor, kept: Tensor | None = None) -> Logits:
-        maps = [x.contiguous(memory_format=torch.channels_last) for x in self.pyramid(images, kept)]
-        found: Logits = self.decoder(maps)
-        return found
+    def logits(self, images: Tensor, path_scales: Tensor | None = None) -> Logits:
+        """Return the logits of normalized images at some stride, and in training those of the auxiliary head."""
+        maps = [x.contiguous(memory_format=torch.channels_last) for x in self.pyramid(images, path_scales)]
+        logits: Logits = self.decoder(maps)
+        return logits
 
-    def forward(self, images: Tensor, labels: Tensor, kept: Tensor | None = None) -> dict[str, Tensor]:
-        found, auxiliary = self.logits(images, kept)
-        losses = {"loss_pixels": _loss(found, labels)}
+    def forward(self, images: Tensor, labels: Tensor, path_scales: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the losses of normalized images by name."""
+        logits, auxiliary = self.logits(images, path_scales)
+        losses = {"loss_pixels": _loss(logits, labels)}
         return losses if auxiliary is None else losses | {"loss_auxiliary": AUXILIARY * _loss(auxiliary, labels)}
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy at the size of the labels, in which ignored pixels count as 0."""
     enlarged = F.interpolate(logits.float(), size=labels.shape[-2:], mode="bilinear")
     return F.cross_entropy(enlarged, labels, ignore_index=IGNORE, reduction="sum") / labels.numel()
 
 
-@dataclass(frozen=True)
-class Job:
-    """All that a segmentation consists of."""
+@dataclass(kw_only=True)
+class _SegmentationTrainer(Trainer):
+    """The training of a segmenter."""
 
     settings: Settings
     protocol: Protocol
-    weights: Weights
-    segmented: Segmented
     model: Segmenter
-    device: torch.device
+    crops: ScaledCrops
     dtype: torch.dtype | None  # of autocast
 
-    @property
-    def unit(self) -> int:
-        """Pixels that the sides of images are multiples of."""
-        return self.weights.vit.patch_size * (2 if self.protocol.rescaled else 1)
+    def batches(self, start: int, end: int) -> Ahead[PixelBatch]:
+        """Return the batches of crops."""
+        return self.crops.batches(start, end, self.settings.colors)
+
+    def losses(self, model: nn.Module, batch: PixelBatch, step: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the losses of the decoder and of its auxiliary head."""
+        with torch.autocast(batch.images.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            losses: dict[str, Tensor] = model(batch.images, batch.labels, batch.path_scales)
+        return losses
+
+    def lr_at(self, progress: float, step: int) -> float:
+        """Return the learning rate: linear warm-up, and linear decay to 0."""
+        return self.protocol.lr * min(1.0, (step + 1) / (self.protocol.warmup_steps + 1)) * (1 - progress)
+
+    def compile_if_set(self) -> None:
+        """Compile the blocks for the crops of a process."""
+        if not self.settings.compile:
+            return
+        vit, size, device = self.model.pyramid.vit, self.settings.size, self.crops.device
+        local_size = self.protocol.batch_size // distributed.world_size()
+        images = torch.randn(local_size, vit.num_channels, size, size, device=device)
+        labels = torch.zeros(local_size, size, size, dtype=torch.int64, device=device)
+        path_scales = torch.ones(vit.depth, 2, local_size, device=device) if self.protocol.drop_path else None
+        keys = np.zeros(local_size, np.uint64)
+        self.compile(vit, PixelBatch(images, labels, path_scales, np.arange(local_size), Draws(0, 0, keys)))
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
-    weights, segmented, device = begin_pixelwise("segmentation", settings)
-    return score(weights, segmented, settings, device, place)
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
+    """Train a decoder and return the scores."""
+    weights, segmented, device = open_pixels("segmentation", settings)
+    return score(weights, segmented, settings, device, prefix)
 
 
 def score(
-    weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, place: Path | None = None
+    weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
-    """Trains; mIoU, aAcc and mAcc in percent, and how many steps and images they rest on."""
+    """Train; return mIoU, aAcc and mAcc in percent, and the numbers of steps and images."""
     protocol = protocol_of(settings)
     model = Segmenter(weights, settings, protocol, len(segmented.classes)).to(device)
     model = model.to(memory_format=torch.channels_last)
-    job = Job(settings, protocol, weights, segmented, model, device, autocast_dtype(settings.precision, device))
-    _refuse_impossible(job)
+    unit = weights.vit.patch_size * (2 if protocol.rescaled else 1)  # pixels that the sides of images are multiples of
+    _check_settings(settings, protocol, unit)
+    run = None if prefix is None else Run(prefix)
+    with trainer.lock(run):
+        distributed.barrier()  # until the first process has locked the directory
+        training = assemble(weights, segmented, settings, protocol, model, device, run)
+        training.compile_if_set()
+        steps = training.train()
+        scores = _test(training, weights, segmented, unit, prefix)
+        training.finish({"classes": segmented.classes, "head": settings.head, "mean": weights.mean, "std": weights.std})
+    num_train = len(segmented.train) - len(training.crops.feed.unreadable)
+    return scores | {"num_steps": float(steps), "num_train": float(num_train)}
+
+
+def _check_settings(settings: Settings, protocol: Protocol, unit: int) -> None:
+    """Refuse settings that would fail in training, or after it."""
     size = settings.size
-    work = None if place is None else Run(place)
-    with trainer.locked(work):
-        distributed.barrier()
-        crops = ScaledCrops(
-            weights,
-            segmented.train,
-            segmented.decoder(weights.decoder, max(weights.vit.patch_size, round(size * settings.scales[1]))),
-            device,
-            size,
-            protocol.batch_size,
-            settings.seed,
-            settings.scales,
-            protocol.drop_path,
-            settings.num_workers,
-            settings.max_unreadable,
-        )
-        whole = assemble(job, crops, work)
-        if settings.compile:
-            _compile(job, whole)
-        steps = trainer.train(whole)
-        found = test(job, place)
-        facts = {"classes": segmented.classes, "head": settings.head, "mean": weights.mean, "std": weights.std}
-        trainer.finish(whole, facts)
-    unreadable = len(crops.feed.unreadable)
-    return found | {"num_steps": float(steps), "num_train": float(len(segmented.train) - unreadable)}
-
-
-def _refuse_impossible(job: Job) -> None:
-    """Settings that would fail in training, or after it."""
-    settings, unit, size = job.settings, job.unit, job.settings.size
     if size % unit:
         raise UserError(f"size={size} is not divisible by {unit}; set size={-(-size // unit) * unit}")
     if settings.stride is not None and settings.stride > size:
         raise UserError(f"stride={settings.stride} would leave pixels between windows of {size}; set at most size")
     if settings.scales[0] > settings.scales[1]:
         raise UserError(f"scales={list(settings.scales)} are not in order; give the smaller first")
-    cells = 1 if settings.head == "upernet" else (size // unit) ** 2  # of the smallest map that is normed
-    if job.protocol.batch_size * cells < 2:
+    cells = 1 if settings.head == "upernet" else (size // unit) ** 2  # of the smallest map with a batch norm
+    if protocol.batch_size * cells < 2:
         raise UserError("a batch of one image has no statistics for batch norm here; set batch_size=2 or more")
 
 
-def assemble(job: Job, crops: ScaledCrops, work: Run | None) -> Course:
-    settings, protocol, model = job.settings, job.protocol, job.model
-
-    def losses(network: nn.Module, seen: Shown) -> dict[str, Tensor]:
-        with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-            found: dict[str, Tensor] = network(seen.images, seen.labels, seen.kept)
-        return found
-
-    def lr_at(share: float, step: int) -> float:
-        """Linear up, and linear down to 0."""
-        return protocol.lr * min(1.0, (step + 1) / (protocol.warmup_steps + 1)) * (1 - share)
-
+def assemble(
+    weights: Weights,
+    segmented: Segmented,
+    settings: Settings,
+    protocol: Protocol,
+    model: Segmenter,
+    device: torch.device,
+    run: Run | None,
+) -> _SegmentationTrainer:
+    """Return the training of the settings."""
+    crops = ScaledCrops(
+        weights,
+        segmented.train,
+        segmented.decoder(weights.decoder, max(weights.vit.patch_size, round(settings.size * settings.scales[1]))),
+        device,
+        settings.size,
+        protocol.batch_size,
+        settings.seed,
+        settings.scales,
+        protocol.drop_path,
+        settings.num_workers,
+        settings.max_unreadable,
+    )
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = optim.layer_groups(trained, job.weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
-    # by the names of version 0.1, so that its trainings are resumed
-    told = settings.model_dump(mode="json", exclude=free_settings(Settings, "resume"), by_alias=True)
-    return Course(
+    groups = optim.layer_groups(trained, weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
+    start = trainer.fingerprint(model.state_dict())
+    return _SegmentationTrainer(
         name="segmentation",
+        settings=settings,
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
-        batches=lambda start, end: crops.batches(start, end, settings.colors),
-        losses=losses,
-        lr_at=lr_at,
-        total=protocol.steps,
-        seed=settings.seed,
-        device=job.device,
-        clip_norm=settings.clip_norm,
+        total_steps=protocol.steps,
         minutes=settings.minutes,
-        checkpoint_minutes=settings.checkpoint_minutes,
-        run=work,
-        identity={
-            "settings": told,
-            "images": job.segmented.train.fingerprint(),
-            "start": fingerprint(model.state_dict()),
-        },
+        run=run,
+        identity=trainer.identify(settings, segmented.train.fingerprint(), start),
+        protocol=protocol,
+        crops=crops,
+        dtype=autocast_dtype(settings.precision, device),
     )
 
 
-def _compile(job: Job, whole: Course) -> None:
-    """One trial of noise; leaves no gradient behind, and batch norms as they were."""
-    model, size = job.model, job.settings.size
-    vit, local = model.pyramid.vit, job.protocol.batch_size // distributed.world_size()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    def trial() -> None:
-        images = torch.randn(local, vit.num_channels, size, size, device=job.device)
-        labels = torch.zeros(local, size, size, dtype=torch.int64, device=job.device)
-        kept = torch.ones(vit.depth, 2, local, device=job.device) if job.protocol.drop_path else None
-        with torch.autocast(job.device.type, dtype=job.dtype, enabled=job.dtype is not None):
-            found = model.train()(images, labels, kept)
-        torch.stack(list(found.values())).sum().backward()  # type: ignore[no-untyped-call]
-
-    compile_blocks([vit], trial)
-    whole.optimizer.zero_grad(set_to_none=True)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
-
-
 @torch.no_grad()
-def test(job: Job, place: Path | None) -> dict[str, Any]:
-    """The scores of a trained model on the val images."""
-    settings, segmented, device, weights = job.settings, job.segmented, job.device, job.weights
-    normalise = normaliser(weights, device)
-    window = (settings.size, settings.stride or settings.size * 2 // 3) if job.protocol.sliding else None
-    tally = iou.Tally(len(segmented.classes), device)
+def _test(
+    training: _SegmentationTrainer, weights: Weights, segmented: Segmented, unit: int, prefix: Path | None
+) -> dict[str, Any]:
+    """Return the scores of the trained model on the val images."""
+    settings, device, dtype, model = training.settings, training.crops.device, training.dtype, training.model
+    normalize = normalizer(weights, device)
+    window = (settings.size, settings.stride or settings.size * 2 // 3) if training.protocol.sliding else None
+    confusion = iou.Confusion(len(segmented.classes), device)
     decoder = segmented.decoder(weights.decoder)
     reader = Reader(segmented.val, decoder, device, settings.test_batch_size, settings.num_workers)
-    pictures = Pictures(segmented.classes, settings.pictures if place is not None else 0, len(segmented.val))
+    overlays = Overlays(segmented.classes, settings.pictures, len(segmented.val), prefix)
 
     def network(images: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=job.dtype, enabled=job.dtype is not None):
-            return job.model.logits(normalise(images))[0]
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            return model.logits(normalize(images))[0]
 
-    job.model.eval()
+    model.eval()
     for frames in reader.batches("val"):
         predicted = predict(
-            network, frames.images, settings.size, job.unit, window, settings.test_scales, settings.test_mirrored
+            network, frames.images, settings.size, unit, window, settings.test_scales, settings.test_mirrored
         )
-        tally.add(predicted, frames.labels)
-        pictures.add(frames, predicted)
-    found = iou.scores("segmentation", tally.matrix(), segmented.classes)
-    missed = reader.num_unreadable(settings.max_unreadable)
-    if place is not None:
-        pictures.write(place)
-    return found | {"num_val": float(len(segmented.val) - missed), "num_unreadable": float(missed)}
+        confusion.add(predicted, frames.labels)
+        overlays.add(frames, predicted)
+    scores = iou.scores("segmentation", confusion.matrix(), segmented.classes)
+    num_unreadable = reader.num_unreadable(settings.max_unreadable)
+    overlays.write()
+    return scores | {"num_val": float(len(segmented.val) - num_unreadable), "num_unreadable": float(num_unreadable)}
 
 
 Network = Callable[[Tensor], Tensor]  # images in [0, 1] -> logits at some stride
 
 
-def starts(length: int, window: int, stride: int) -> list[int]:
-    """Where windows begin so that they cover a length; the last is moved back to end where it ends."""
+def window_starts(length: int, window: int, stride: int) -> list[int]:
+    """Return the starts of windows that cover a length; the last window ends where the length ends."""
     count = max(0, -(-(length - window) // stride)) + 1
     return [max(0, min(number * stride, length - window)) for number in range(count)]
 
 
-def whole(network: Network, images: Tensor) -> Tensor:
-    """B×C×H×W -> logits B×K×H×W"""
+def predict_whole(network: Network, images: Tensor) -> Tensor:
+    """Return the logits of B×C×H×W images at their size, B×K×H×W."""
     return F.interpolate(network(images).float(), size=images.shape[-2:], mode="bilinear")
 
 
-def sliding(network: Network, images: Tensor, window: int, stride: int, at_once: int = 16) -> Tensor:
-    """The mean of the logits of all windows a pixel lies in."""
+def predict_sliding(network: Network, images: Tensor, window: int, stride: int, at_once: int = 16) -> Tensor:
+    """Return for each pixel the mean of the logits of all windows that contain it."""
     height, width = images.shape[-2:]
     tall, wide = min(window, height), min(window, width)
-    places = [(top, left) for top in starts(height, tall, stride) for left in starts(width, wide, stride)]
+    corners = [
+        (top, left) for top in window_starts(height, tall, stride) for left in window_starts(width, wide, stride)
+    ]
     sums: Tensor | None = None
     counts = torch.zeros(height, width, device=images.device)
-    together = max(1, at_once // len(images))
-    for first in range(0, len(places), together):
-        chosen = places[first : first + together]
-        pieces = torch.cat([images[..., top : top + tall, left : left + wide] for top, left in chosen])
-        for (top, left), found in zip(chosen, torch.split(whole(network, pieces), len(images)), strict=True):
+    windows_at_once = max(1, at_once // len(images))
+    for first in range(0, len(corners), windows_at_once):
+        chosen = corners[first : first + windows_at_once]
+        crops = torch.cat([images[..., top : top + tall, left : left + wide] for top, left in chosen])
+        for (top, left), logits in zip(chosen, torch.split(predict_whole(network, crops), len(images)), strict=True):
             if sums is None:
-                sums = found.new_zeros(len(images), found.shape[1], height, width)
-            sums[..., top : top + tall, left : left + wide] += found
+                sums = logits.new_zeros(len(images), logits.shape[1], height, width)
+            sums[..., top : top + tall, left : left + wide] += logits
             counts[top : top + tall, left : left + wide] += 1
     assert sums is not None
     return sums / counts
@@ -343,24 +345,25 @@ def predict(
     scales: Sequence[float] = (1.0,),
     mirrored: bool = False,
 ) -> Tensor:
-    """n×C×height×width uint8 -> n×height×width classes.
+    """Return the classes n×height×width of n×C×height×width uint8 images.
 
-    Images are resized to a shorter side of `side` times each scale; `window`: side and stride of windows. Of several
-    scales, or of an image and its mirror image, the mean of the probabilities decides.
+    Images are resized to a shorter side of `side` times each scale; `window`: side and stride of sliding windows. For
+    several scales, or with the mirror image, the class of the largest mean probability is taken.
     """
     size = images.shape[-2], images.shape[-1]
 
-    def logits(pixels: Tensor) -> Tensor:
-        return whole(network, pixels) if window is None else sliding(network, pixels, *window)
+    def logits_of(pixels: Tensor) -> Tensor:
+        return predict_whole(network, pixels) if window is None else predict_sliding(network, pixels, *window)
 
     if len(scales) == 1 and not mirrored:
-        return likeliest(logits(resized(images, fitting(size, round(side * scales[0]), unit))), size)
+        return likeliest(logits_of(resized(images, fitting(size, round(side * scales[0]), unit))), size)
     total: Tensor | None = None
     for scale in scales:
         pixels = resized(images, fitting(size, round(side * scale), unit))
-        for seen in (pixels, pixels.flip(-1)) if mirrored else (pixels,):
-            found = F.interpolate(logits(seen), size=size, mode="bilinear").softmax(dim=1)
-            found = found if seen is pixels else found.flip(-1)
-            total = found if total is None else total + found
+        for flip in (False, True) if mirrored else (False,):
+            logits = logits_of(pixels.flip(-1) if flip else pixels)
+            probabilities = F.interpolate(logits, size=size, mode="bilinear").softmax(dim=1)
+            probabilities = probabilities.flip(-1) if flip else probabilities
+            total = probabilities if total is None else total + probabilities
     assert total is not None
     return total.argmax(dim=1)

@@ -1,52 +1,97 @@
-"""What every evaluation begins with: weights, labelled images and a device."""
+"""The inputs that evaluations share: settings, labeled data, the backbone on its device, and its image size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from adclr.config.sections import Device, Ratio, Section, UserError, setting
 from adclr.data.draws import combine, key_of
 from adclr.data.sets.classes import Labelled, open_labelled
 from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
+from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
-from adclr.system.devices import choose
+from adclr.system.devices import choose, send
 from adclr.weights.backbone import Weights, load_weights
 
 
-class Conditions(Section):
-    weights: str = setting("", "a run directory, a file or folder of weights, or timm:NAME", free=["resume", "study"])
-    partial: bool = setting(False, "take weights that do not cover the whole backbone", free=["study", "control"])
-    from_scratch: bool = setting(False, "the control: the same ViT, newly initialized", free=["study", "control"])
+class EvaluationSettings(Section):
+    """Settings of every evaluation."""
+
+    weights: str = setting(
+        "", description="a run directory, a file or folder of weights, or timm:NAME", free=["resume", "study"]
+    )
+    partial: bool = setting(
+        False, description="take weights that do not cover the whole backbone", free=["study", "control"]
+    )
+    from_scratch: bool = setting(
+        False, description="the control: the same ViT, newly initialized", free=["study", "control"]
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     max_unreadable: Ratio = setting(
-        0.1, "share of unreadable images above which nothing is scored", free=["resume", "study"]
+        0.1, description="share of unreadable images above which nothing is scored", free=["resume", "study"]
     )
     num_workers: int | None = setting(
-        None, "decoding threads; null: one for each CPU core", ge=1, free=["resume", "study", "control"]
+        None, ge=1, description="decoding threads; null: one for each CPU core", free=["resume", "study", "control"]
     )
     device: Device = setting("auto", "auto: the GPU if there is one", free=["resume", "study", "control"])
 
 
-class Task(Conditions):
+class ClassificationSettings(EvaluationSettings):
+    """Settings of evaluations on labeled images."""
+
     data: str = setting(
-        "", "labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR", free=["resume", "study"]
+        "",
+        description="labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR",
+        free=["resume", "study"],
     )
 
 
-def begin(name: str, settings: Task) -> tuple[Weights, Labelled, torch.device]:
-    """The weights lie on the device."""
+class PixelSettings(EvaluationSettings):
+    """Settings of evaluations on labeled pixels."""
+
+    data: str = setting(
+        "", description="folder with images/, labels/ and classes.txt, or ADE20K's", free=["resume", "study"]
+    )
+    train_split: str = Field("train", description="folder of images/ and labels/ that is learned from")
+    val_split: str = setting("val", "and the one that is scored", free=["resume"])
+    ignore: Annotated[int, Field(ge=0, lt=2**16)] = Field(IGNORE, description="value of labels that do not count")
+    pictures: Annotated[int, Field(ge=0, le=64)] = setting(
+        4, description="val images whose prediction is drawn", free=["resume", "study"]
+    )
+
+
+def check_inputs(name: str, settings: Any, data: str) -> None:
+    """Refuse settings without weights or data; `data` names the kind of data."""
     if not settings.weights or not settings.data:
-        raise UserError(f"{name} needs both weights and labelled data; give --weights and --data")
-    labelled = open_labelled(settings.data)
+        raise UserError(f"{name} needs both weights and {data}; give --weights and --data")
+
+
+def open_classification(name: str, settings: ClassificationSettings) -> tuple[Weights, Labelled, torch.device]:
+    """Return the weights on their device, the labeled images and the device."""
+    check_inputs(name, settings, "labeled data")
+    labeled = open_labelled(settings.data)
     device = choose(settings.device)
-    return weights_of(settings, device), labelled, device
+    return load_backbone(settings, device), labeled, device
 
 
-def weights_of(settings: Conditions, device: torch.device) -> Weights:
+def open_pixels(name: str, settings: PixelSettings) -> tuple[Weights, Segmented, torch.device]:
+    """Return the weights on their device, the images with labeled pixels, all labels checked, and the device."""
+    check_inputs(name, settings, "labeled pixels")
+    segmented = open_segmented(settings.data, settings.train_split, settings.val_split, settings.ignore)
+    check(segmented, settings.num_workers, distributed.is_main())
+    device = choose(settings.device)
+    return load_backbone(settings, device), segmented, device
+
+
+def load_backbone(settings: EvaluationSettings, device: torch.device) -> Weights:
+    """Return the weights on the device; with `from_scratch` a new ViT of the same architecture."""
     weights = load_weights(settings.weights, settings.partial)
     if settings.from_scratch:
         torch.manual_seed(combine(settings.seed, key_of("initial weights")) % 2**63)
@@ -55,21 +100,18 @@ def weights_of(settings: Conditions, device: torch.device) -> Weights:
     return weights
 
 
-class Pixelwise(Conditions):
-    data: str = setting("", "folder with images/, labels/ and classes.txt, or ADE20K's", free=["resume", "study"])
-    train_split: str = Field("train", description="folder of images/ and labels/ that is learned from")
-    val_split: str = setting("val", "and the one that is scored", free=["resume"])
-    ignore: Annotated[int, Field(ge=0, lt=2**16)] = Field(IGNORE, description="value of labels that do not count")
-    pictures: Annotated[int, Field(ge=0, le=64)] = setting(
-        4, "val images whose prediction is drawn", free=["resume", "study"]
-    )
+def normalizer(weights: Weights, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return the function that normalizes images in [0, 1] by the mean and deviation of the weights."""
+    mean, std = (send(np.array(n, np.float32).reshape(-1, 1, 1), device) for n in (weights.mean, weights.std))
+    return lambda images: (images - mean) / std
 
 
-def begin_pixelwise(name: str, settings: Pixelwise) -> tuple[Weights, Segmented, torch.device]:
-    """The weights lie on the device, and every label has been looked at."""
-    if not settings.weights or not settings.data:
-        raise UserError(f"{name} needs both weights and labelled pixels; give --weights and --data")
-    segmented = open_segmented(settings.data, settings.train_split, settings.val_split, settings.ignore)
-    check(segmented, settings.num_workers, distributed.is_main())
-    device = choose(settings.device)
-    return weights_of(settings, device), segmented, device
+def crop_size(vit: VisionTransformer, size: int | None) -> int:
+    """Return the side of square crops in pixels: `size`, or by default that of the images the ViT was trained on."""
+    height, width = vit.input_size
+    if size is None and height != width:
+        raise UserError(f"the backbone was made for images of {height}x{width} pixels, and crops are square; set size")
+    side = size or height
+    if side % vit.patch_size:
+        raise UserError(f"size={side} is not divisible by patches of {vit.patch_size} pixels; choose one that is")
+    return side

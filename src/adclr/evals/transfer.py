@@ -1,7 +1,7 @@
-"""Transfer: the linear probe or the fine-tuning, or both, on several labelled data sets, and a table at the end.
+"""Transfer: the linear probe, the fine-tuning or both on several labeled data sets, and a table of their scores.
 
-What is done is kept in PLACE/DATA-HOW.json; the same command again does what is missing, if weights, images and
-settings are what they were.
+The scores of each are written to PREFIX/DATA-HOW.json; the same command again computes only those that are missing, or
+whose weights, images or settings have changed.
 """
 
 from __future__ import annotations
@@ -17,54 +17,46 @@ from adclr.config.sections import Several, UserError, setting
 from adclr.data import stamps
 from adclr.data.sets.classes import open_labelled
 from adclr.data.sets.public import KINDS
-from adclr.evals import finetune as tuning
-from adclr.evals import linear as probing
-from adclr.evals.finetune import Protocol as Tuning
-from adclr.evals.linear import Protocol as Probe
-from adclr.evals.task import Conditions, weights_of
+from adclr.evals import finetune, linear
+from adclr.evals.finetune import FinetuneSettings
+from adclr.evals.linear import LinearSettings
+from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system import distributed, outputs
 from adclr.system.devices import choose
 from adclr.system.files import read_json, write_json
 from adclr.weights.backbone import fingerprint
 
-Chosen = probing.Settings | tuning.Settings
 
+class Settings(EvaluationSettings):
+    """Settings of `evaluate transfer`."""
 
-class Settings(Conditions):
     data: Several[str] = setting((), "labeled folders, or KIND:DIR; see linear", free=["study"])
     how: Several[Literal["linear", "finetune"]] = Field(
         ("linear",), min_length=1, description="what is done with each of them"
     )
-    linear: Probe = Probe()
-    finetune: Tuning = Tuning()
-
-    def of(self, how: str, data: str) -> Chosen:
-        """The settings of one line of the table."""
-        given = self.model_dump(include=set(Conditions.model_fields)) | {"data": data}
-        if how == "linear":
-            return probing.Settings(**given, **self.linear.model_dump())
-        return tuning.Settings(**given, **self.finetune.model_dump())
+    linear: LinearSettings = LinearSettings()
+    finetune: FinetuneSettings = FinetuneSettings()
 
 
-def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
+def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
+    """Evaluate on all data sets and return the scores."""
     if not settings.weights or not settings.data:
-        raise UserError("transfer needs weights and labelled data; give --weights and --data")
+        raise UserError("transfer needs weights and labeled data; give --weights and --data")
     names = _names(settings.data)
-    # all is looked at before anything is trained, so that a mistake in the last costs nothing
-    labelled = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = fingerprint(weights_of(settings, choose(settings.device)))
+    # all data sets are opened before anything is trained, so that a mistake in the last costs nothing
+    data_sets = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
+    start = fingerprint(load_backbone(settings, choose(settings.device)))
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):
-        found = labelled[name]
-        row: dict[str, Any] = {"data": name, "classes": len(found.classes), "train": len(found.train.labels)}
-        row["val"] = len(found.val.labels)
-        images = [stamps.fingerprint(split.source) for split in (found.train, found.val)]
+        labeled = data_sets[name]
+        row: dict[str, Any] = {"data": name, "classes": len(labeled.classes), "train": len(labeled.train.labels)}
+        row["val"] = len(labeled.val.labels)
+        images = [stamps.fingerprint(split.source) for split in (labeled.train, labeled.val)]
         for how in dict.fromkeys(settings.how):
-            chosen = settings.of(how, data)
+            chosen = _settings_for(settings, how, data)
             identity = {"settings": chosen.model_dump(mode="json"), "start": start, "images": images}
-            here = None if place is None else place / f"{name}-{how}"
-            result = _line(chosen, here, identity)
+            result = _evaluate(chosen, None if prefix is None else prefix / f"{name}-{how}", identity)
             row[how] = scores[f"{name}_{how}_top1"] = result[f"{how}_top1"]
         rows.append(row)
     for how in dict.fromkeys(settings.how):
@@ -72,33 +64,42 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
     return scores | {"table": rows}
 
 
-def _line(settings: Chosen, place: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
-    """One score; that of an earlier time, if it was of the same."""
-    file = None if place is None else place.with_name(place.name + ".json")
+def _settings_for(settings: Settings, how: str, data: str) -> linear.Settings | finetune.Settings:
+    """Return the settings of one evaluation on one data set."""
+    shared = settings.model_dump(include=set(EvaluationSettings.model_fields)) | {"data": data}
+    if how == "linear":
+        return linear.Settings(**shared, **settings.linear.model_dump())
+    return finetune.Settings(**shared, **settings.finetune.model_dump())
+
+
+def _evaluate(
+    settings: linear.Settings | finetune.Settings, prefix: Path | None, identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the scores of one evaluation, those in PREFIX.json if they have the same identity."""
+    file = None if prefix is None else prefix.with_name(prefix.name + ".json")
     if file is not None and file.exists():
-        before = read_json(file)
-        if isinstance(before, dict) and before.get("identity") == identity:
-            return dict(before["scores"])
-    distributed.barrier()  # all have looked
+        stored = read_json(file)
+        if isinstance(stored, dict) and stored.get("identity") == identity:
+            return dict(stored["scores"])
+    distributed.barrier()  # until all processes have read the file
     if distributed.is_main():
         print(f"{settings.data}:", file=sys.stderr)
-    scores = probing.run(settings, place) if isinstance(settings, probing.Settings) else tuning.run(settings, place)
+    scores = linear.run(settings, prefix) if isinstance(settings, linear.Settings) else finetune.run(settings, prefix)
     if file is not None and distributed.is_main():
         write_json(file, {"scores": scores, "identity": identity} | outputs.signature("evaluate"))
     return scores
 
 
 def _names(data: tuple[str, ...]) -> list[str]:
-    """A short name of each, no two alike: the kind of a public data set, else the name of its folder."""
+    """Return unique short names of data sets: the kind of a public one, else the name of its folder."""
     short = []
-    for one in data:
-        kind = one.partition(":")[0]
-        short.append(kind if kind in KINDS else os.path.basename(os.path.abspath(one.removeprefix("hf:"))))
-    taken = set(short)
+    for data_set in data:
+        kind = data_set.partition(":")[0]
+        short.append(kind if kind in KINDS else os.path.basename(os.path.abspath(data_set.removeprefix("hf:"))))
     names = []
     for number, name in enumerate(short, 1):
         if short.count(name) > 1:
-            while f"{name}-{number}" in taken:  # a folder may be called so
+            while f"{name}-{number}" in short:  # a folder may have this name
                 name += "-"
             name = f"{name}-{number}"
         names.append(name)
@@ -106,9 +107,9 @@ def _names(data: tuple[str, ...]) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows, one below the other."""
-    heads = list(rows[0])
-    cells = [heads] + [[f"{x:.2f} %" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    pad = [str.ljust] + [str.rjust] * (len(heads) - 1)
+    """Return the rows as aligned text."""
+    titles = list(rows[0])
+    cells = [titles] + [[f"{x:.2f} %" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(titles))]
+    pad = [str.ljust] + [str.rjust] * (len(titles) - 1)
     return "\n".join("  ".join(p(cell, w) for p, cell, w in zip(pad, line, widths, strict=True)) for line in cells)

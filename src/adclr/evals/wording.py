@@ -1,4 +1,4 @@
-"""Scores in words: with their unit, and against the same network without pretraining."""
+"""Scores as text: with their unit, and compared with the same network without pretraining."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from adclr.config.sections import Section, UserError
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 
-# names of scores that are percentages; all others are counts, ranks or settings that were chosen
+# names of scores that are percentages; all others are counts, ranks or chosen settings
 PERCENT = re.compile(r"_top[15](_|$)|_mean_class$|_(miou|aacc|macc)$|^(image|patch)_matching|^video_|^(box|mask)_a[pr]")
-# the score of an evaluation that one quotes; `transfer` has a mean for each way of scoring
-HEADLINES = {
+# the main score of each evaluation; `transfer` has a mean for each way of scoring
+MAIN_SCORES = {
     "knn": "knn_top1",
     "linear": "linear_top1",
     "finetune": "finetune_top1",
@@ -28,42 +28,41 @@ HEADLINES = {
     "video": "video_j_and_f",
     "detection": "box_ap",
 }
-MOST_FILES, LARGEST = 200, 2**22  # files of a folder that are read, and bytes of one
+MAX_FILES, MAX_BYTES = 200, 2**22  # files of a folder that are read, and their size
 
 
 def is_percent(name: str) -> bool:
-    """Returns whether a score of this name is a percentage."""
+    """Return whether a score of this name is a percentage."""
     return PERCENT.search(name) is not None
 
 
 def with_unit(name: str, value: float) -> str:
-    """Returns a score as text: percentages with two decimals and their sign, counts whole."""
+    """Return a score as text: percentages with two decimals and their sign, counts whole."""
     if is_percent(name):
         return f"{value:.2f} %"
     return f"{value:.0f}" if value % 1 == 0 else f"{value:.2f}" if value > 1 else f"{value:.2g}"
 
 
-class Control(NamedTuple):
+class _Control(NamedTuple):
     """Scores of the same network without pretraining."""
 
     scores: Mapping[str, Any]
     origin: str
 
 
-def verdict(
+def compare_with_control(
     name: str, settings: Any, scores: Mapping[str, Any], control: Path, folders: Iterable[Path] = ()
 ) -> list[str]:
-    """Returns one line for each headline score: how far it is above that of the same network without pretraining.
+    """Return one line for each main score: the difference to the same network without pretraining.
 
-    `control` is the file that the same evaluation with from_scratch=true writes; `folders` may hold it under other
-    names. Where the score is not known, the line names the command that gives it. An evaluation from scratch needs no
-    such line.
+    `control` is the file that the same evaluation with from_scratch=true writes; `folders` may have it under other
+    names. If there is none, the line has the command that writes it. An evaluation from scratch gets no line.
     """
     if getattr(settings, "from_scratch", False):
         return []
     lines, missing = [], False
-    for headline in headlines(name, scores):
-        untrained = _control(name, settings, headline, scores, control, folders)
+    for headline in _main_scores(name, scores):
+        untrained = _find_control(name, settings, headline, scores, control, folders)
         if untrained is None:
             missing = True
             continue
@@ -77,38 +76,38 @@ def verdict(
             f"({before:.1f} %, {untrained.origin})"
         )
     if missing:
-        lines.append(f"for the same network without pretraining, run: {command(name, settings)}")
+        lines.append(f"for the same network without pretraining, run: {_command(name, settings)}")
     return lines
 
 
-def headlines(name: str, scores: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the scores to compare, of those that were measured."""
-    wanted = [HEADLINES[name]] if name in HEADLINES else [key for key in scores if re.fullmatch(r"mean_\w+_top1", key)]
-    return [key for key in wanted if isinstance(scores.get(key), int | float)]
+def _main_scores(name: str, scores: Mapping[str, Any]) -> list[str]:
+    """Return the names of the main scores that were measured."""
+    keys = [MAIN_SCORES[name]] if name in MAIN_SCORES else [k for k in scores if re.fullmatch(r"mean_\w+_top1", k)]
+    return [key for key in keys if isinstance(scores.get(key), int | float)]
 
 
-def _control(
+def _find_control(
     name: str, settings: Any, headline: str, scores: Mapping[str, Any], control: Path, folders: Iterable[Path]
-) -> Control | None:
-    """Returns scores that have the headline: measured with it, of a file, or of the first probe of the run."""
+) -> _Control | None:
+    """Return control scores with this main score: measured together, from a file, or of the first probe of the run."""
     if f"{headline}_untrained" in scores:
-        return Control({headline: scores[f"{headline}_untrained"]}, "measured with it")
+        return _Control({headline: scores[f"{headline}_untrained"]}, "measured with it")
     kind = type(settings)
-    wanted = comparable(kind, settings.model_dump(mode="json"))
-    others = (path for folder in folders for path in sorted(folder.glob("*.json"))[:MOST_FILES])
+    expected = _compared_settings(kind, settings.model_dump(mode="json"))
+    others = (path for folder in folders for path in sorted(folder.glob("*.json"))[:MAX_FILES])
     for path in dict.fromkeys([control, *others]):
-        content = _read(path)
+        content = _read_object(path)
         stored, numbers = content.get("settings"), content.get("scores")
         if not isinstance(stored, dict) or stored.get("from_scratch") is not True or not isinstance(numbers, dict):
             continue
-        same = path == control or comparable(kind, stored) == wanted
+        same = path == control or _compared_settings(kind, stored) == expected
         if same and isinstance(numbers.get(headline), int | float):
-            return Control(numbers, str(path))
+            return _Control(numbers, str(path))
     return _first_probe(name, settings, headline)
 
 
-def comparable(kind: type[Section], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings, of this class, that make two evaluations comparable, with paths as they are from here."""
+def _compared_settings(kind: type[Section], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in which comparable evaluations agree, with absolute paths."""
     free = sections.free_settings(kind, "control")
     compared = {key: value for key, value in sections.current_names(kind, settings).items() if key not in free}
     for key in ("weights", "data"):
@@ -118,17 +117,17 @@ def comparable(kind: type[Section], settings: Mapping[str, Any]) -> dict[str, An
     return compared
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, or an empty one if there is none."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if it cannot be read."""
     try:
-        content = read_json(path) if path.stat().st_size <= LARGEST else None
+        content = read_json(path) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, UserError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _first_probe(name: str, settings: Any, headline: str) -> Control | None:
-    """Returns the score before the first step, if the run's probe measured the same on the same data."""
+def _first_probe(name: str, settings: Any, headline: str) -> _Control | None:
+    """Return the score before the first step, if the run's probe measured the same on the same data."""
     if name not in ("knn", "incontext") or not os.path.isdir(settings.weights):
         return None
     run = Run(settings.weights)
@@ -137,39 +136,39 @@ def _first_probe(name: str, settings: Any, headline: str) -> Control | None:
         rows = list(run.rows("metrics.jsonl"))
     except (OSError, UserError):  # not a run, or a damaged one
         return None
-    if trained is None or trained.model.init is not None:  # which had weights before its first step
+    if trained is None or trained.model.init is not None:  # its weights were pretrained before its first step
         return None
     probe = trained.probe
     if name == "knn":
         data = probe.data or (trained.data.path if trained.data.labels else None)
-        same = probe.k == 20  # that of knn_top1, whatever `k` the evaluation reports besides
-        by_default = {"features", "temperature"}
+        same = probe.k == 20  # that of knn_top1, whatever other `k` the evaluation reports
+        default_keys = {"features", "temperature"}
     else:
         data = probe.pixels
         size = probe.pixels_size or trained.views.global_size
         same = (settings.size, settings.memory_size) == (size, probe.memory_size)
-        by_default = {"train_split", "val_split", "ignore", "augment_epochs", "k", "temperature", "seed"}
+        default_keys = {"train_split", "val_split", "ignore", "augment_epochs", "k", "temperature", "seed"}
     defaults = type(settings)()
-    same = same and all(getattr(settings, key) == getattr(defaults, key) for key in by_default)
+    same = same and all(getattr(settings, key) == getattr(defaults, key) for key in default_keys)
     if not same or not data or os.path.abspath(data) != os.path.abspath(settings.data):
         return None
     for row in rows:
         if row.get("step") == 0 and isinstance(row.get(headline), int | float):
-            return Control(row, "the run's first probe")
+            return _Control(row, "the run's first probe")
     return None
 
 
-def command(name: str, settings: Any) -> str:
-    """Returns the command that scores the same network from scratch."""
+def _command(name: str, settings: Any) -> str:
+    """Return the command that scores the same network from scratch."""
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     words = ["adclr", "evaluate", name, "--weights", settings.weights, "--data", *data, "--from-scratch"]
     if settings.partial:
         words.append("--partial")
-    return shlex.join([*words, *_settings(settings)])
+    return shlex.join([*words, *_changed_settings(settings)])
 
 
-def _settings(settings: Any) -> Iterator[str]:
-    """Yields key=value of the settings that are not the default."""
+def _changed_settings(settings: Any) -> Iterator[str]:
+    """Yield key=value of the settings that are not the default."""
     defaults = sections.flatten(type(settings)().model_dump(mode="json"))
     for key, value in sections.flatten(settings.model_dump(mode="json")).items():
         if key not in ("weights", "data", "from_scratch", "partial") and value != defaults[key]:
