@@ -62,7 +62,7 @@ def test_attention_over_patches_has_the_mean_one_and_the_mean_of_heads_comes_fir
     maps, answers = analysis.gaze(held, seen, analysis.read(held, seen))
     assert maps.shape == (1 + 2, 1, 4, 6)
     np.testing.assert_allclose(maps.mean(axis=(2, 3)), 1, rtol=1e-5)
-    whole = held.vit.attention(analysis.normalised(held, seen.pixels[None]))[0, :, 0, 1:].detach()
+    whole = held.vit.attention(analysis.network_input(held, seen.pixels[None]))[0, :, 0, 1:].detach()
     expected = whole.mean(0) / whole.mean()
     np.testing.assert_allclose(maps[0, 0].ravel(), expected, rtol=1e-4)
     np.testing.assert_allclose(maps[2, 0].ravel(), whole[1] / whole[1].mean(), rtol=1e-4)

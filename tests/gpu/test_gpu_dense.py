@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from on_gpu import CUDA
+from test_scaled_crops import SIZES, cut_of
+from test_video import drawn
 
 from adclr.data.augment import pack
 from adclr.data.sets import davis
@@ -17,8 +19,6 @@ from adclr.evals import detection, incontext, segmentation, video
 from adclr.evals.incontext import Memory, ask
 from adclr.evals.scaled_crops import crop
 from dense_scenes import backbone, instances, segmented, striped
-from test_scaled_crops import SIZES, cut_of
-from test_video import drawn
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")

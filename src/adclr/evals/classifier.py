@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -40,12 +39,3 @@ class Classifier(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         return {name.removeprefix("vit."): tensor.detach() for name, tensor in self.state_dict().items()}
-
-
-def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """A hash of all numbers of a model."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(state.items()):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()

@@ -138,11 +138,6 @@ def fitting(batch_size: int, num_images: int, unit: int) -> int:
     return batch_size if num_images >= batch_size else num_images // unit * unit
 
 
-def normaliser(weights: Weights, device: torch.device) -> Callable[[Tensor], Tensor]:
-    mean, std = (send(np.array(n, np.float32).reshape(-1, 1, 1), device) for n in (weights.mean, weights.std))
-    return lambda images: (images - mean) / std
-
-
 def side(vit: VisionTransformer, size: int | None) -> int:
     """The side of the crops: the one that is set, or that of the images the backbone was trained on."""
     height, width = vit.input_size

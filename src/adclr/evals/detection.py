@@ -33,18 +33,20 @@ from adclr.data.sets import coco
 from adclr.data.sets.coco import Instances, Object, coco_masks, filled, open_instances
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import trainer
-from adclr.evals.classifier import fingerprint
-from adclr.evals.frames import Frames, Reader
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import Frames, read_frames
 from adclr.evals.mask_rcnn import Detector, run_lengths
 from adclr.evals.mixing import kept
 from adclr.evals.overlays import Pictures
 from adclr.evals.task import Conditions, weights_of
 from adclr.evals.trainer import Course, Pace
+from adclr.features.reader import ImageReader
 from adclr.model import optim
 from adclr.system import distributed, machine
 from adclr.system.devices import autocast_dtype, choose, send
 from adclr.system.runs import Run
 from adclr.weights.backbone import Weights
+from adclr.weights.tensors import fingerprint
 
 EPOCHS, DROPS = 12, (8 / 12, 11 / 12)  # of the 1x schedule
 LR, LR_BATCH, WARMUP, DECAY, LAYER_DECAY, DROP_PATH = 3e-4, 32, 1000, 0.05, 0.75, 0.05
@@ -273,11 +275,11 @@ def detect(
     model: Detector, weights: Weights, val: Instances, settings: Settings, device: torch.device, place: Path | None
 ) -> tuple[list[dict[str, Any]], set[int]]:
     """What a detector finds in the val images, of all processes, and which of these could not be read."""
-    reader = Reader(val.photos, weights.decoder, device, settings.test_batch_size, settings.num_workers)
+    reader = ImageReader(val.photos, weights.decoder, None, device, settings.num_workers)
     pictures = Pictures(val.classes, settings.pictures if place is not None else 0, len(val.photos))
     lines: list[str] = []
     model.eval()
-    for frames in reader.batches("val"):
+    for frames in read_frames(reader, settings.test_batch_size, "val"):
         found = model(list(frames.pixels.float() / 255))
         for index, own in zip(frames.indices, found, strict=True):
             lines += [json.dumps(row) for row in rows_of(own, val, index)]
@@ -285,9 +287,8 @@ def detect(
             _draw(pictures, frames, found, val, device)
     text = torch.from_numpy(np.frombuffer("".join(line + "\n" for line in lines).encode(), np.uint8).copy())
     everything = bytes(distributed.gather(text).numpy()).decode()
-    reader.num_unreadable(settings.max_unreadable)  # refuses too many
-    own = [place for place, path in enumerate(val.photos.paths) if path in reader.unreadable]
-    missed = set(distributed.gather(torch.tensor(own, dtype=torch.int64)).tolist())
+    count_unreadable(reader, settings.max_unreadable)  # refuses too many
+    missed = set(distributed.gather(torch.tensor(sorted(reader.unreadable), dtype=torch.int64)).tolist())
     if place is not None:
         pictures.write(place)
     return [json.loads(line) for line in everything.splitlines()], missed

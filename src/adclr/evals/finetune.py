@@ -36,12 +36,13 @@ from adclr.data.draws import Draws
 from adclr.data.sets.classes import Labelled
 from adclr.evals.accuracy import accuracies
 from adclr.evals.classifier import Classifier, Pool
-from adclr.evals.crops import Alter, Crops, Shown, normaliser, side
-from adclr.evals.features import Album, labels_of, look
+from adclr.evals.crops import Alter, Crops, Shown, side
+from adclr.evals.features import CenterCrops, compute_features, labels_of
 from adclr.evals.mixing import Eraser, draw_mix, kept, smoothed
 from adclr.evals.randaugment import randaugment
 from adclr.evals.task import Task, begin
 from adclr.evals.trainer import locked
+from adclr.features.reader import normalizer
 from adclr.model import optim
 from adclr.model.compiled import compile_blocks
 from adclr.system import distributed
@@ -50,7 +51,7 @@ from adclr.system.files import write_atomically, write_json
 from adclr.system.progress import Line
 from adclr.system.runs import Run
 from adclr.weights import snapshot
-from adclr.weights.backbone import Description, Weights, architecture_of, fingerprint
+from adclr.weights.backbone import Description, Weights, architecture_of
 from adclr.weights.tensors import fit_tensors
 
 BASE = 768  # width of ViT-B
@@ -107,7 +108,7 @@ class Job:
     ema: Classifier | None
     optimizer: torch.optim.AdamW
     crops: Crops
-    album: Album  # of the val split
+    val_crops: CenterCrops
     val_labels: Tensor
     run: Run | None
     identity: dict[str, Any]  # what a checkpoint must be of
@@ -181,9 +182,11 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
     size, vit = side(weights.vit, settings.size), weights.vit
     base = vit.dim >= BASE
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else 0.65 if vit.dim == BASE else 0.75)
-    album = Album(weights, labelled.val.source, AT_ONCE, settings.num_workers, (size, size), shared=True, again=True)
+    val_crops = CenterCrops(
+        weights, labelled.val.source, device, AT_ONCE, settings.num_workers, (size, size), shared=True, cache=True
+    )
     # read before anything is trained, so that what is wrong with them is said now
-    seen = look(album, lambda images: images[:, 0, 0, :1], device, "val images", distributed.is_main())
+    seen = compute_features(val_crops, lambda images: images[:, 0, 0, :1], "val images", distributed.is_main())
     val_labels = labels_of(seen, labelled.val, labelled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
     crops = Crops(weights, labelled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
@@ -205,10 +208,10 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
         ema=None if settings.ema is None else deepcopy(model).eval(),
         optimizer=optimizer,
         crops=crops,
-        album=album,
+        val_crops=val_crops,
         val_labels=val_labels,
         run=run,
-        identity={"settings": told, "images": data, "start": fingerprint(weights)},
+        identity={"settings": told, "images": data, "start": weights.fingerprint()},
         size=size,
         dtype=autocast_dtype(settings.precision, device),
         drop_path=(0.2 if base else 0.1) if settings.drop_path is None else settings.drop_path,
@@ -218,7 +221,7 @@ def assemble(weights: Weights, labelled: Labelled, settings: Settings, device: t
 def altering(job: Job) -> Alter:
     """Crops in [0, 1] -> what the network is shown, and what drop path multiplies with."""
     settings, vit, mean = job.settings, job.model.vit, job.weights.mean
-    normalise = normaliser(job.weights, job.device)
+    normalise = normalizer(job.weights, job.device)
     erase = Eraser(settings.erase, vit.num_channels, job.size, settings.seed, job.device)
     colours = settings.randaugment and vit.num_channels == 3
 
@@ -313,7 +316,9 @@ def rank_classes(job: Job, model: Classifier) -> Tensor:
             logits: Tensor = model(images)
         return logits.float().topk(most, dim=-1).indices  # exact in float32 too, up to 16 million classes
 
-    found = look(job.album, likeliest, job.device, "val", distributed.is_main() and job.settings.validate_every is None)
+    found = compute_features(
+        job.val_crops, likeliest, "val", distributed.is_main() and job.settings.validate_every is None
+    )
     return found.values.long()
 
 

@@ -25,11 +25,12 @@ from adclr.config.settings import Side
 from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
-from adclr.evals.crops import normaliser
-from adclr.evals.frames import Reader, fitting, likeliest, resized
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import fitting, likeliest, read_frames, resized
 from adclr.evals.overlays import Pictures
 from adclr.evals.scaled_crops import ScaledCrops
 from adclr.evals.task import Pixelwise, begin_pixelwise
+from adclr.features.reader import ImageReader, normalizer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, send
 from adclr.system.progress import track
@@ -66,7 +67,7 @@ class Encoder:
     """Images in [0, 1] -> features of their patches, of length 1; float16 on a GPU, whose products are fast."""
 
     def __init__(self, weights: Weights, precision: str, device: torch.device) -> None:
-        self.vit, self.normalise = weights.vit, normaliser(weights, device)
+        self.vit, self.normalise = weights.vit, normalizer(weights, device)
         self.dtype = autocast_dtype(precision, device)
         self.kept_as = torch.float16 if device.type == "cuda" else torch.float32
 
@@ -120,12 +121,12 @@ def remember(
     unreadable = 0
     if not settings.augment_epochs:
         reader = _reader(weights, segmented, settings, device, "train")
-        for frames in reader.batches("memory", show):
+        for frames in read_frames(reader, settings.batch_size, "memory", show):
             size = fitting(frames.size, settings.size, patch)
             counts = patch_labels(frames.labels, weights.vit.grid_of(*size), patch, num_classes)
             draws = Draws(settings.seed, 0, segmented.train.keys[frames.indices])
             keep(np.array(frames.indices), draws, encode(resized(frames.images, size)), counts)
-        unreadable = reader.num_unreadable(settings.max_unreadable)
+        unreadable = count_unreadable(reader, settings.max_unreadable)
     else:
         size = fitting((1, 1), settings.size, patch)
         crops = ScaledCrops(
@@ -195,9 +196,11 @@ def _read(memory: Memory, queries: Tensor, nearest: Tensor, temperature: float) 
     return torch.einsum("nk,nkc->nc", weight, memory.labels[nearest].float())
 
 
-def _reader(weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, split: str) -> Reader:
+def _reader(
+    weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, split: str
+) -> ImageReader:
     pairs = segmented.train if split == "train" else segmented.val
-    return Reader(pairs, segmented.decoder(weights.decoder), device, settings.batch_size, settings.num_workers)
+    return ImageReader(pairs, segmented.decoder(weights.decoder), None, device, settings.num_workers)
 
 
 @torch.no_grad()
@@ -215,7 +218,7 @@ def score(
     tally = iou.Tally(len(segmented.classes), device)
     reader = _reader(weights, segmented, settings, device, "val")
     pictures = Pictures(segmented.classes, settings.pictures if place is not None else 0, len(segmented.val))
-    for frames in reader.batches("val", show):
+    for frames in read_frames(reader, settings.batch_size, "val", show):
         size = fitting(frames.size, settings.size, patch)
         grid = weights.vit.grid_of(*size)
         features = encode(resized(frames.images, size))
@@ -225,7 +228,7 @@ def score(
         tally.add(predicted, frames.labels)
         pictures.add(frames, predicted)
     found = iou.scores("incontext", tally.matrix(), segmented.classes)
-    missed = reader.num_unreadable(settings.max_unreadable)
+    missed = count_unreadable(reader, settings.max_unreadable)
     if place is not None:
         pictures.write(place)
     return found | {

@@ -25,9 +25,10 @@ from adclr.config.settings import Side
 from adclr.data.draws import Words, combine, epoch_order, key_of
 from adclr.data.sets.classes import Labelled, Split
 from adclr.evals.accuracy import accuracies
-from adclr.evals.crops import Crops, normaliser, side
+from adclr.evals.crops import Crops, side
 from adclr.evals.features import Features, extract, labels_of
 from adclr.evals.task import Task, begin
+from adclr.features.reader import normalizer
 from adclr.model.optim import cosine
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
@@ -125,7 +126,7 @@ class Steps(NamedTuple):
 def from_crops(crops: Crops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings) -> Steps:
     """Features of new crops in every epoch."""
     total, local = settings.epochs * crops.steps_per_epoch, crops.batch_size // distributed.world_size()
-    normalise = normaliser(weights, crops.device)
+    normalise = normalizer(weights, crops.device)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         with closing(crops.batches(0, total, local, lambda images, _: (normalise(images), []))) as shown:

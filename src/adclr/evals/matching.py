@@ -27,7 +27,7 @@ from adclr.config.sections import Count, Device, Section, UserError
 from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
-from adclr.evals.features import prepared
+from adclr.features.reader import ImageReader, center_crop, normalizer, split_batches
 from adclr.model.vit import VisionTransformer
 from adclr.system.devices import choose
 from adclr.system.progress import track
@@ -119,24 +119,22 @@ def score(
     vit = weights.vit
     chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
     size = tuple(round(WHOLE * side) for side in vit.input_size)
-    mean, std = (torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (weights.mean, weights.std))
-    batches = prepared(chosen, (size[0], size[1]), settings.batch_size, settings.num_workers, weights.decoder)
-    total = -(-len(chosen) // settings.batch_size)
+    reader = ImageReader(chosen, weights.decoder, center_crop((size[0], size[1])), device, settings.num_workers)
+    normalize, order = normalizer(weights, device), split_batches(np.arange(len(chosen)), settings.batch_size)
     right = chance = count = 0.0
     cls: list[Tensor] = []
     others: list[Tensor] = []
     patches: list[Tensor] = []
-    for number, batch in enumerate(track(batches, "matching", total, show)):
-        readable = [(i, image) for i, image in enumerate(batch) if not isinstance(image, str)]
-        if not readable:
+    for batch in track(reader.batches(order), "matching", len(order), show):
+        if not batch.groups:
             continue
-        keys = chosen.keys[[number * settings.batch_size + i for i, _ in readable]]
-        images = torch.from_numpy(np.stack([image for _, image in readable])).to(device).float() / 255
+        (group,) = batch.groups  # all crops are of one size
+        keys, images = chosen.keys[group.indices], group.pixels.float() / 255
         one, other = draw(Draws(0, 0, keys), device)
         factor = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
         first = cut(images, one, vit.input_size)
         second = cut(images, other, vit.input_size) * factor.to(first).view(-1, 1, 1, 1)
-        a, b = (vit((view.clamp(0, 1) - mean) / std) for view in (first, second))
+        a, b = (vit(normalize(view.clamp(0, 1))) for view in (first, second))
         found = match(a.patches.float(), b.patches.float(), one, other, vit.grid)
         right, chance, count = right + found[0], chance + found[1], count + found[2]
         cls.append(a.cls.float())

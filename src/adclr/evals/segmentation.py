@@ -25,21 +25,22 @@ from adclr.config.settings import Side
 from adclr.data.draws import combine, key_of
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
-from adclr.evals.classifier import fingerprint
-from adclr.evals.crops import normaliser
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
-from adclr.evals.frames import Reader, fitting, likeliest, resized
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import fitting, likeliest, read_frames, resized
 from adclr.evals.overlays import Pictures
 from adclr.evals.pyramid import Pyramid, blocks_at
 from adclr.evals.scaled_crops import ScaledCrops, Shown
 from adclr.evals.task import Pixelwise, begin_pixelwise
 from adclr.evals.trainer import Course, Pace
+from adclr.features.reader import ImageReader, normalizer
 from adclr.model import optim
 from adclr.model.compiled import compile_blocks
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
 from adclr.weights.backbone import Weights
+from adclr.weights.tensors import fingerprint
 
 Head = Literal["linear", "fpn", "upernet"]
 AUXILIARY = 0.4  # weight of the auxiliary head's loss
@@ -278,11 +279,11 @@ def _compile(job: Job, whole: Course) -> None:
 def test(job: Job, place: Path | None) -> dict[str, Any]:
     """The scores of a trained model on the val images."""
     settings, segmented, device, weights = job.settings, job.segmented, job.device, job.weights
-    normalise = normaliser(weights, device)
+    normalise = normalizer(weights, device)
     window = (settings.size, settings.stride or settings.size * 2 // 3) if job.protocol.sliding else None
     tally = iou.Tally(len(segmented.classes), device)
     decoder = segmented.decoder(weights.decoder)
-    reader = Reader(segmented.val, decoder, device, settings.test_batch_size, settings.num_workers)
+    reader = ImageReader(segmented.val, decoder, None, device, settings.num_workers)
     pictures = Pictures(segmented.classes, settings.pictures if place is not None else 0, len(segmented.val))
 
     def network(images: Tensor) -> Tensor:
@@ -290,14 +291,14 @@ def test(job: Job, place: Path | None) -> dict[str, Any]:
             return job.model.logits(normalise(images))[0]
 
     job.model.eval()
-    for frames in reader.batches("val"):
+    for frames in read_frames(reader, settings.test_batch_size, "val"):
         predicted = predict(
             network, frames.images, settings.size, job.unit, window, settings.test_scales, settings.test_mirrored
         )
         tally.add(predicted, frames.labels)
         pictures.add(frames, predicted)
     found = iou.scores("segmentation", tally.matrix(), segmented.classes)
-    missed = reader.num_unreadable(settings.max_unreadable)
+    missed = count_unreadable(reader, settings.max_unreadable)
     if place is not None:
         pictures.write(place)
     return found | {"num_val": float(len(segmented.val) - missed), "num_unreadable": float(missed)}

@@ -25,7 +25,6 @@ from adclr.evals.task import Conditions, weights_of
 from adclr.system import distributed, outputs
 from adclr.system.devices import choose
 from adclr.system.files import read_json, write_json
-from adclr.weights.backbone import fingerprint
 
 Chosen = probing.Settings | tuning.Settings
 
@@ -52,7 +51,7 @@ def run(settings: Settings, place: Path | None = None) -> dict[str, Any]:
     names = _names(settings.data)
     # all is looked at before anything is trained, so that a mistake in the last costs nothing
     labelled = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = fingerprint(weights_of(settings, choose(settings.device)))
+    start = weights_of(settings, choose(settings.device)).fingerprint()
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):

@@ -26,10 +26,10 @@ from adclr.data.decode import Unreadable
 from adclr.data.sets import davis
 from adclr.data.sets.davis import Clip
 from adclr.data.sets.pixels import IGNORE
-from adclr.evals.crops import normaliser
 from adclr.evals.frames import Frames, resized
 from adclr.evals.overlays import Pictures
 from adclr.evals.task import Conditions, weights_of
+from adclr.features.reader import normalizer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, choose, send
 from adclr.system.progress import track
@@ -104,7 +104,7 @@ def segment(
     """T×C×height×width frames and the first mask -> T×height×width: places in `objects` from 1 on, 0 is background."""
     vit, device, size = weights.vit, frames.device, (frames.shape[-2], frames.shape[-1])
     small = sides(*size, settings.size, vit.patch_size)
-    grid, normalise = vit.grid_of(*small), normaliser(weights, device)
+    grid, normalise = vit.grid_of(*small), normalizer(weights, device)
     features = []
     for part in torch.split(frames, settings.batch_size):
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):

@@ -16,7 +16,9 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.data.decode import Pixels
 from adclr.data.draws import Draws, crop_boxes
+from adclr.features.reader import normalizer
 from adclr.model.vit import Memory, VisionTransformer
+from adclr.system.devices import send
 from adclr.weights.backbone import Weights, load_weights
 
 Floats = NDArray[np.float32]
@@ -78,22 +80,21 @@ def drawn_boxes(
     return [(x / width, y / height, (x + w) / width, (y + h) / height) for y, x, h, w in drawn.tolist()]
 
 
-def normalised(weights: Weights, pixels: Pixels) -> Tensor:
-    """uint8 ...×C×height×width -> what the backbone takes, where it is."""
+def network_input(weights: Weights, pixels: Pixels) -> Tensor:
+    """Return normalized images of uint8 pixels, ...×C×height×width, on the device of the network."""
     device = weights.vit.pos_embed.device
-    mean, std = (torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (weights.mean, weights.std))
-    return (torch.from_numpy(np.ascontiguousarray(pixels)).to(device).float() / 255 - mean) / std
+    return normalizer(weights, device)(send(pixels, device))
 
 
 @torch.no_grad()
 def read(weights: Weights, seen: Seen) -> Memory:
-    return weights.vit.read(normalised(weights, seen.pixels[None]))
+    return weights.vit.read(network_input(weights, seen.pixels[None]))
 
 
 @torch.no_grad()
 def features(weights: Weights, seen: Seen, block: int = -1) -> Tensor:
     """N×D, the patches after a block and the last norm, float32 on the CPU."""
-    (tokens,) = weights.vit.intermediate(normalised(weights, seen.pixels[None]), [block])
+    (tokens,) = weights.vit.intermediate(network_input(weights, seen.pixels[None]), [block])
     return tokens.patches[0].float().cpu()
 
 
@@ -105,13 +106,13 @@ def gaze(
     weights: Weights, seen: Seen, memory: Memory, crops: Pixels | None = None, block: int = -1
 ) -> tuple[Floats, Tensor]:
     """(maps, (1+H)×Q×rows×columns: the mean of the heads, then each; the answers, Q×D), of crops or of `[CLS]`."""
-    queries = None if crops is None else normalised(weights, crops).unsqueeze(0)
+    queries = None if crops is None else network_input(weights, crops).unsqueeze(0)
     attention, answers = weights.vit.gaze(memory, queries, block)
-    maps = over_patches(attention, weights.vit.num_prefix, seen.grid(weights.vit))
+    maps = patch_attention(attention, weights.vit.num_prefix, seen.grid(weights.vit))
     return maps[0].cpu().numpy(), answers[0].float().cpu()
 
 
-def over_patches(attention: Tensor, num_prefix: int, grid: Grid) -> Tensor:
+def patch_attention(attention: Tensor, num_prefix: int, grid: Grid) -> Tensor:
     """B×H×Q×T attention -> B×(1+H)×Q×rows×columns, first the mean of the heads; each map has the mean 1.
 
     So a number says how many times as much a patch is attended to as if all patches were attended to alike.

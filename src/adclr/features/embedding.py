@@ -31,14 +31,23 @@ from adclr.data.sources import Source
 from adclr.data.stamps import Check
 from adclr.features.embedded import Format, PartStamps
 from adclr.features.parts import Parts
-from adclr.features.reader import Alike, Batch, Framing, Images, centre, whole
+from adclr.features.reader import (
+    Batch,
+    Framing,
+    ImageReader,
+    SameSize,
+    center_crop,
+    normalizer,
+    split_batches,
+    whole_image,
+)
 from adclr.model.vit import Input, Tokens
 from adclr.system import machine
 from adclr.system.devices import autocast_dtype, choose
 from adclr.system.files import check_writable
 from adclr.system.progress import Line
 from adclr.system.runs import provenance
-from adclr.weights.backbone import Weights, fingerprint, load_weights
+from adclr.weights.backbone import Weights, load_weights
 
 MOST_TOKENS = (
     2**17
@@ -131,7 +140,7 @@ def run(
         print(f"images of {len(parts.renewed)} of {len(now.newest)} parts of {out} have changed; these are made again")
     with parts.open():
         workers, by_gpu = settings.num_workers, settings.gpu_decoding
-        reader = Images(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
+        reader = ImageReader(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
         started = time.monotonic()
         made = fill(parts, reader, network, settings.batch_size)
         seconds = time.monotonic() - started
@@ -166,8 +175,7 @@ class Network:
         self.autocast = autocast_dtype(settings.precision, device)
         self.dtype = getattr(torch, settings.dtype or ("float16" if dense else "float32"))
         self.dim = self.vit.dim * (2 if settings.vector == "both" and not dense else 1)
-        self.mean = torch.tensor(weights.mean, device=device).view(-1, 1, 1)
-        self.std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
+        self.normalize = normalizer(weights, device)
 
     def _framing(self) -> Framing:
         settings, patch = self.settings, self.vit.patch_size
@@ -176,7 +184,7 @@ class Network:
         if how == "auto":
             how = "whole" if self.dense or size is None else "crop"
         if how == "whole":
-            return whole(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
+            return whole_image(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
         if size is None:
             raise UserError("framing=crop cuts out a size, and size=null is none; set one of them otherwise")
         both = size if isinstance(size, tuple) else (size, size)
@@ -185,7 +193,7 @@ class Network:
             raise UserError(
                 f"size={settings.size} is not divisible by these weights' patches of {patch}; set size={near}"
             )
-        return centre(both)
+        return center_crop(both)
 
     def part_size(self) -> int:
         if self.settings.part_size:
@@ -204,15 +212,15 @@ class Network:
             "part_size": self.part_size(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "precision": "float32" if self.autocast is None else "bfloat16",
-            "weights": fingerprint(self.weights),
+            "weights": self.weights.fingerprint(),
         }
 
     @torch.no_grad()
-    def __call__(self, groups: list[Alike]) -> list[Made]:
+    def __call__(self, groups: list[SameSize]) -> list[Made]:
         patches = self.dense or self.settings.vector != "cls"
         made = []
         for some in self._portions(groups):
-            inputs = [Input((group.pixels.float() / 255 - self.mean) / self.std, patches=patches) for group in some]
+            inputs = [Input(self.normalize(group.pixels), patches=patches) for group in some]
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                 tokens = self.vit.forward_many(inputs)
             for group, found in zip(some, tokens, strict=True):
@@ -220,9 +228,9 @@ class Network:
                 made.append(Made(group.indices, values, values.isfinite().all()))
         return made
 
-    def _portions(self, groups: list[Alike]) -> Iterator[list[Alike]]:
+    def _portions(self, groups: list[SameSize]) -> Iterator[list[SameSize]]:
         """Groups, cut where they must be, that are at most `MOST_TOKENS` together."""
-        some: list[Alike] = []
+        some: list[SameSize] = []
         room = MOST_TOKENS
         for group in groups:
             height, width = self.vit.grid_of(*group.pixels.shape[2:])
@@ -233,7 +241,7 @@ class Network:
                     yield some
                     some, room = [], MOST_TOKENS
                 count = min(len(group.indices) - start, max(1, room // each))
-                some.append(Alike(group.indices[start : start + count], group.pixels[start : start + count]))
+                some.append(SameSize(group.indices[start : start + count], group.pixels[start : start + count]))
                 start, room = start + count, room - count * each
         if some:
             yield some
@@ -281,15 +289,10 @@ class Part:
             self.rows, self.unreadable = {}, {}
 
 
-def fill(parts: Parts, images: Images, network: Network, batch_size: int, show: bool = True) -> int:
+def fill(parts: Parts, images: ImageReader, network: Network, batch_size: int, show: bool = True) -> int:
     """Makes the parts that are missing; of how many images."""
     missing = parts.missing()
-    jobs = [
-        (number, part[i : i + batch_size])
-        for number in missing
-        for part in (parts.indices(number),)
-        for i in range(0, len(part), batch_size)
-    ]
+    jobs = [(number, batch) for number in missing for batch in split_batches(parts.indices(number), batch_size)]
     total = sum(len(indices) for _, indices in jobs)
     before, started = parts.count - total, time.monotonic()
     part, made, waiting = Part(parts, images.source), 0, deque[Future[None]]()

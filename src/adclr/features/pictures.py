@@ -28,7 +28,7 @@ VIRIDIS = np.array(
 MARKS: tuple[Colour, ...] = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (204, 121, 167))  # of Okabe and Ito
 INK, QUIET, PAPER = (20, 20, 20), (105, 105, 105), (255, 255, 255)
 GAP, PAD = 6, 10  # pixels between cells, and around all
-FLAT = 2.0  # the least top of a scale of attention: a map without a peak is to look flat
+MIN_SCALE = 2.0  # of a map of attention: one without a peak is to look flat
 
 
 def viridis(values: Floats) -> NDArray[np.uint8]:
@@ -55,9 +55,14 @@ def heat(image: Image.Image, values: Floats, top: float, bottom: float = 0.0, st
     return Image.fromarray((strength * colours + (1 - strength) * grey).round().astype(np.uint8))
 
 
+def attention_scale(values: Floats) -> float:
+    """Return the upper end of the scale of a map of attention: where its top 0.5 % of patches begin, but at least 2."""
+    return max(MIN_SCALE, float(np.percentile(values, 99.5)))
+
+
 def attention(image: Image.Image, values: Floats) -> Image.Image:
-    """A map of attention, mean 1, from 0 to where the brightest 0.5 % of patches begin, but at least to 2."""
-    return heat(image, values, max(FLAT, float(np.percentile(values, 99.5))))
+    """Return a map of attention, of mean 1, over its image."""
+    return heat(image, values, attention_scale(values))
 
 
 def dimmed(image: Image.Image, kept: NDArray[np.bool_]) -> Image.Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +18,17 @@ from adclr.config.sections import Count, Device, Ratio, Section, Share, UserErro
 from adclr.config.settings import Side
 from adclr.data import collection
 from adclr.data.collection import open_source
-from adclr.data.decode import Unreadable
 from adclr.data.draws import key_of
 from adclr.data.sources import SUFFIXES, Files, Source
 from adclr.features import analysis, pictures
 from adclr.features.analysis import Box, Floats, Seen
 from adclr.features.pictures import Bar, Cell
+from adclr.features.reader import ImageReader
 from adclr.system import outputs
 from adclr.system.devices import choose
 from adclr.system.files import check_writable, write_json
 from adclr.system.progress import track
 from adclr.system.runs import provenance
-from adclr.system.text import printable
 from adclr.weights.backbone import Weights
 
 ON_SHEET = 24  # images at most on the sheet of all
@@ -155,14 +153,11 @@ def gather(source: Source, weights: Weights, settings: Look) -> list[Seen]:
     chosen = np.linspace(0, len(source) - 1, count).round().astype(np.int64)
     if count < len(source):
         print(f"{count} of {len(source)} images, spread over the collection; num_images=null takes all")
+    reader = ImageReader(source, weights.decoder, None, torch.device("cpu"))
     seen = []
-    for index in track(chosen.tolist(), "reading", count):
-        try:
-            pixels = weights.decoder(source.read(index))
-        except (Unreadable, OSError) as error:
-            print(printable(f"skipped {source.paths[index]}: {error}"), file=sys.stderr)
-            continue
+    for index, pixels in track(reader.images(chosen.tolist()), "reading", count):
         seen.append(analysis.see(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index)))
+    reader.print_skipped(None)
     if not seen:
         raise UserError(f"none of the {count} images of {source.root} can be read; adclr doctor says more")
     return seen

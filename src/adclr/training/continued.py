@@ -29,7 +29,7 @@ from adclr.system.files import write_atomically
 from adclr.system.runs import Run
 from adclr.training.journal import Probe
 from adclr.training.signals import Signals
-from adclr.weights.backbone import Weights, fingerprint, load_weights
+from adclr.weights.backbone import Weights, load_weights
 from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
@@ -93,7 +93,7 @@ def begin(method: ADCLR, settings: Settings) -> str:
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)
-    return fingerprint(weights)
+    return weights.fingerprint()
 
 
 def effective_rank(features: Tensor) -> float:

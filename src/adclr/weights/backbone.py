@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +30,7 @@ from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.weights import layouts, origins, snapshot
 from adclr.weights.origins import Given
-from adclr.weights.tensors import Report, cover, read_tensors
+from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
 
 class Architecture(Section):
@@ -83,6 +82,12 @@ class Weights:
     def decoder(self) -> Decoder:
         """How images are decoded for this backbone: as in its training, but never shrunk."""
         return Decoder(num_channels=self.vit.num_channels, max_value=self.max_value)
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that decides which features these weights give an image."""
+        vit = self.vit
+        rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
+        return fingerprint(vit.state_dict(), repr((rules, self.mean, self.std, self.max_value)))
 
 
 def architecture(settings: Settings) -> Architecture:
@@ -286,14 +291,3 @@ def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
     how = f"{old.grid[0]}x{old.grid[1]} to {grid[0]}x{grid[1]} patches, {RESAMPLED[old.position_resampling]}"
     assert report is not None
     return replace(weights, vit=vit.eval(), report=replace(report, resized={"pos_embed": how}))
-
-
-def fingerprint(weights: Weights) -> str:
-    """A hash of all that decides what these weights make of an image."""
-    vit = weights.vit
-    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
-    found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
-    for name, tensor in sorted(vit.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -12,6 +12,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,6 +103,15 @@ def plain(name: str, value: Tensor, path: str) -> Tensor:
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read ({error.strerror or error}); check it and its permissions")
+
+
+def fingerprint(tensors: Mapping[str, Tensor], description: str = "") -> str:
+    """Return a hash of a description and of the names and values of tensors."""
+    digest = blake2b(description.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
