@@ -156,7 +156,7 @@ def test_patch_maps_are_of_any_size(
     settings: dict[str, Any],
     framing: reader.Framing,
 ) -> None:
-    monkeypatch.setattr(embedding, "MOST_TOKENS", 200)  # groups are cut, and several go together
+    monkeypatch.setattr(embedding, "MAX_TOKENS", 200)  # groups are cut, and several go together
     about = package.embed(weights, photos, out=tmp_path / "maps", dense=True, format=format_, batch_size=9, **settings)
     assert about["rows"] == 21
     found = maps_of(tmp_path / "maps")
@@ -183,7 +183,7 @@ def test_results_do_not_hang_on_batches_or_threads(weights: Path, photos: Path, 
 
 
 def test_portions_hold_every_image_once_and_few_tokens(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "MOST_TOKENS", 100)
+    monkeypatch.setattr(embedding, "MAX_TOKENS", 100)
     network = Network(load_weights(weights), embedding.Settings(), True, torch.device("cpu"))
     shapes = [(16, 16, 7), (4, 4, 40), (80, 40, 2), (8, 8, 3)]  # 17, 2, 201 and 5 tokens
     groups, first = [], 0
@@ -230,8 +230,8 @@ def dead(at, real):
 if where == "rename": os.replace = dead(4, os.replace)  # after what is told at the start, a part and its record
 if where == "record": p.write_json = dead(3, p.write_json)
 if where == "merge":
-    together = p._together
-    p._together = lambda path, files: (together(path, files[:2]), os.kill(os.getpid(), signal.SIGKILL))
+    join = p._join
+    p._join = lambda path, files: (join(path, files[:2]), os.kill(os.getpid(), signal.SIGKILL))
 main(sys.argv[2:])
 """
 
