@@ -95,7 +95,7 @@ def test_maps_are_smooth_and_aligned_to_the_pixel() -> None:
     assert np.allclose(analysis.enlarge(np.full((3, 4), 2.5, np.float32), 100, 90), 2.5)
 
 
-def test_mutual_nearest_neighbours_by_going_through_all() -> None:
+def test_mutual_nearest_neighbors_by_going_through_all() -> None:
     a, b = torch.randn(9, 5), torch.randn(11, 5)
     cosines = np.array(
         [[float(np.dot(x, y) / np.linalg.norm(x) / np.linalg.norm(y)) for y in b.numpy()] for x in a.numpy()]
@@ -148,10 +148,10 @@ def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     _, s, v = np.linalg.svd((x - x.mean(dim=0)).numpy(), full_matrices=False)
     np.testing.assert_allclose(abs((v[:3] * found.directions.numpy()).sum(axis=1)), 1, rtol=1e-9)
     np.testing.assert_allclose(found.explained, (s**2 / (s**2).sum())[:3], rtol=1e-5)
-    colours = found.colours(x)
-    assert colours.shape == (400, 3)
-    assert colours.min() == 0
-    assert colours.max() == 1
+    colors = found.colours(x)
+    assert colors.shape == (400, 3)
+    assert colors.min() == 0
+    assert colors.max() == 1
 
 
 def test_the_split_is_the_one_that_leaves_the_least_variance() -> None:

@@ -38,7 +38,7 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def by_pillow(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The protocol as it reads: the whole image resized by Pillow, then the centre."""
+    """The protocol as it reads: the whole image resized by Pillow, then the center."""
     height, width = size
     scale = max(height * 256 / 224 / image.shape[1], width * 256 / 224 / image.shape[2])
     all_of_it = max(width, round(image.shape[2] * scale)), max(height, round(image.shape[1] * scale))
@@ -66,7 +66,7 @@ def by_formula(image: np.ndarray, frame: Frame) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (24, 40), (224, 224)])
-def test_the_centre_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
+def test_the_center_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
     for height, width in SIZES:
         image, frame = picture(height, width), center_crop(size)(height, width)
         found = reader.resize(image, frame).astype(int)
@@ -78,7 +78,7 @@ def test_the_centre_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> No
             assert (found != pixels).mean() < 2e-3
 
 
-def test_of_a_long_strip_only_the_centre_is_made() -> None:
+def test_of_a_long_strip_only_the_center_is_made() -> None:
     """All of it would be 25 million pixels wide."""
     frame = center_crop((224, 224))(1, 100_000)
     assert frame.columns > 2e7

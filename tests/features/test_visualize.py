@@ -27,7 +27,7 @@ def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Of every shape, one grey, one broken, in two classes."""
+    """Of every shape, one gray, one broken, in two classes."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "photos"
     for name, shape in (
@@ -210,7 +210,7 @@ def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, t
         assert not out.exists()
 
 
-def test_a_grey_network_and_many_bands_can_be_seen() -> None:
+def test_a_gray_network_and_many_bands_can_be_seen() -> None:
     for channels in (1, 5):
         image = pictures.shown(np.zeros((channels, 8, 12), np.uint8), 24)
         assert image.size == (24, 16)
@@ -226,9 +226,9 @@ def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
 
 
 def test_the_colours_rise_in_brightness() -> None:
-    """So that they read in grey and for every kind of colour-blindness."""
-    colours = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
-    brightness = colours @ [0.299, 0.587, 0.114]
+    """So that they read in gray and for every kind of color-blindness."""
+    colors = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
+    brightness = colors @ [0.299, 0.587, 0.114]
     assert (np.diff(brightness) > 0).all()
 
 

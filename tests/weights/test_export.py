@@ -46,8 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def kept(folder: Path, **options: Any) -> tuple[VisionTransformer, Path]:
     vit = backbone(**options)
     folder.mkdir(parents=True)
-    grey = (0.5,) * vit.num_channels
-    write_backbone(folder, state_of(vit), Description(architecture=architecture_of(vit), mean=grey, std=grey))
+    gray = (0.5,) * vit.num_channels
+    write_backbone(folder, state_of(vit), Description(architecture=architecture_of(vit), mean=gray, std=gray))
     return vit, folder
 
 

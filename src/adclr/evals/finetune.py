@@ -51,7 +51,7 @@ from adclr.system.files import write_atomically, write_json
 from adclr.system.progress import Line
 from adclr.system.runs import Run
 from adclr.weights import snapshot
-from adclr.weights.backbone import Description, Weights, architecture_of
+from adclr.weights.backbone import Weights
 from adclr.weights.tensors import fit_tensors
 
 BASE = 768  # width of ViT-B
@@ -380,10 +380,8 @@ def finish(job: Job, run: Run) -> None:
     """Leaves the trained model where the checkpoints were."""
     best = job.model if job.ema is None else job.ema
     tensors = {name: tensor.cpu().contiguous() for name, tensor in best.state().items()}
-    shown, head = job.weights, {"classes": job.labelled.classes, "pool": job.settings.pool, "size": job.size}
-    shape = architecture_of(job.model.vit)
-    described = Description(architecture=shape, mean=shown.mean, std=shown.std, max_value=shown.max_value)
+    head = {"classes": job.labelled.classes, "pool": job.settings.pool, "size": job.size}
     write_json(run.path / "classes.json", head)
-    write_json(run.path / "model.json", described.model_dump(mode="json"))
+    write_json(run.path / "model.json", job.weights.describe().model_dump(mode="json"))
     write_atomically(run.path / "model.safetensors", save(tensors))
     shutil.rmtree(run.checkpoints, ignore_errors=True)

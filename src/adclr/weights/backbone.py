@@ -84,6 +84,11 @@ class Weights:
         """Return the decoder of images for this backbone: as in its training, but images are never shrunk."""
         return Decoder(num_channels=self.vit.num_channels, max_value=self.max_value)
 
+    def describe(self) -> Description:
+        """Return the content of backbone.json."""
+        shape = architecture_of(self.vit)
+        return Description(architecture=shape, mean=self.mean, std=self.std, max_value=self.max_value)
+
     def fingerprint(self) -> str:
         """Return a hash of everything that decides which features these weights give an image."""
         vit = self.vit
@@ -93,22 +98,10 @@ class Weights:
 
 def architecture(settings: Settings) -> Architecture:
     """Return the architecture that settings describe."""
-    model, size = settings.model, settings.views.global_size
-    dim, depth, num_heads = model.shape
-    return Architecture(
-        dim=dim,
-        depth=depth,
-        num_heads=num_heads,
-        patch_size=model.patch_size,
-        input_size=(size, size),
-        num_registers=model.num_registers,
-        num_channels=model.num_channels,
-        layer_scale=model.layer_scale,
-        query_keys=model.query_keys,
-        position_resampling=model.position_resampling,
-        norm_eps=model.norm_eps,
-        query_read_only_blocks=model.query_read_only_blocks,
-    )
+    (dim, depth, num_heads), size = settings.model.shape, settings.views.global_size
+    shape = {"dim": dim, "depth": depth, "num_heads": num_heads, "input_size": (size, size)}
+    rest = {name: getattr(settings.model, name) for name in Architecture.model_fields.keys() - shape.keys()}
+    return Architecture(**shape, **rest)
 
 
 def architecture_of(vit: VisionTransformer) -> Architecture:

@@ -17,7 +17,7 @@ from adclr.config.sections import UserError
 from adclr.config.settings import VIT_SIZES
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
-from adclr.weights.backbone import Description, Weights, architecture_of, load_weights, write_backbone
+from adclr.weights.backbone import Weights, load_weights, write_backbone
 from adclr.weights.export import onnx
 
 Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]  # images -> [CLS], patches
@@ -57,11 +57,7 @@ def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...
 
 
 def _safetensors(weights: Weights, folder: Path) -> Export:
-    architecture = architecture_of(weights.vit)
-    description = Description(
-        architecture=architecture, mean=weights.mean, std=weights.std, max_value=weights.max_value
-    )
-    write_backbone(folder, _state(weights.vit), description)
+    write_backbone(folder, _state(weights.vit), weights.describe())
 
     def reader() -> tuple[str, Outputs]:
         vit = load_weights(folder, show=False).vit
