@@ -24,7 +24,7 @@ from adclr.data.sources import ImageFolder, Subset
 from adclr.features import embedding
 from adclr.features.embedding import Network, fill
 from adclr.features.parts import Parts
-from adclr.features.reader import Alike, Images, resize
+from adclr.features.reader import ImageReader, SameSize, resize
 from adclr.system.machine import cpu_count, host_memory
 from adclr.weights.backbone import Weights, create_backbone
 from data import rate, write_photos
@@ -44,20 +44,22 @@ class Bench:
     def rate(self, name: str, count: int, work: Callable[[], Any]) -> None:
         self.found[name] = rate(name, count, self.repeats, self.device, work)
 
-    def images(self, times: int = 1, store: cache.Store | None = None) -> Images:
+    def images(self, times: int = 1, store: cache.Store | None = None) -> ImageReader:
         """The folder, so many times over."""
         indices = np.tile(np.arange(len(self.source)), times)
         if store is not None:
             kept = store.packed
             store = cache.Store(Packed(kept.bytes, kept.offsets[indices], kept.sizes[indices], 3))
         source = Subset(self.source, indices)
-        return Images(source, self.weights.decoder, self.network.framing, self.device, store=store)
+        return ImageReader(
+            source, self.weights.decoder, self.network.framing, self.device, store=store, gpu_decoding=True
+        )
 
     def parts(self, place: str, count: int) -> Parts:
         kind: Any = "safetensors" if self.network.dense else "parquet"
         return Parts(Path(place) / "out", kind, count, self.network.part_size(), {})
 
-    def all(self, name: str, images: Images) -> None:
+    def all(self, name: str, images: ImageReader) -> None:
         def work() -> None:
             with tempfile.TemporaryDirectory(dir=self.folder.parent) as place:
                 parts = self.parts(place, len(images.source))
@@ -93,7 +95,7 @@ class Bench:
         self.rate("forward", count, lambda: self.network(batch.groups))
         self.write(batch.groups, count)
 
-    def on_gpu(self, reader: Images, blobs: list[bytes], pixels: list[Any]) -> None:
+    def on_gpu(self, reader: ImageReader, blobs: list[bytes], pixels: list[Any]) -> None:
         gpu = reader.gpu
         taken = [] if gpu is None else [item for item in map(gpu.take, blobs) if item is not None]
         if gpu is not None and taken:
@@ -102,7 +104,7 @@ class Bench:
         indices = np.arange(len(pixels))
         self.rate("resize, on the GPU", len(pixels), lambda: reader._framed(packed, indices))
 
-    def write(self, groups: list[Alike], count: int) -> None:
+    def write(self, groups: list[SameSize], count: int) -> None:
         rows = [
             (self.source.paths[int(index)], values)
             for made in self.network(groups)

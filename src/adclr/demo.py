@@ -15,7 +15,7 @@ from PIL import Image
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
-from adclr.features import analysis, pictures, visualize
+from adclr.features import analysis, figures, pictures
 from adclr.features.analysis import Box
 from adclr.features.pictures import Cell
 from adclr.system import outputs
@@ -75,11 +75,11 @@ def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
     basis = analysis.basis(torch.cat(patches))
     rows = []
     for scene, one, part in zip(shown, seen, patches, strict=True):
-        cells = visualize.ask(weights, one, query_boxes(scene)).cells(visualize.CELL)
+        cells = figures.ask(weights, one, query_boxes(scene)).cells(figures.CELL)
         colours = basis.colours(part).reshape(*one.grid(weights.vit), 3)
-        cells.append(Cell(pictures.tinted(pictures.shown(one.pixels, visualize.CELL), colours), "components"))
+        cells.append(Cell(pictures.tinted(pictures.shown(one.pixels, figures.CELL), colours), "components"))
         rows.append(cells)
-    return pictures.sheet(rows, [one.name for one in seen], visualize.BOTH)
+    return pictures.sheet(rows, [one.name for one in seen], figures.BOTH)
 
 
 def query_boxes(scene: Scene) -> list[Box]:

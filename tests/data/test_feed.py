@@ -20,7 +20,7 @@ from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Batch, Feed
 from adclr.data.sources import ImageFolder, Subset
 from adclr.data.views import BatchPlan, plan
-from adclr.features.reader import Images, centre
+from adclr.features.reader import ImageReader, center_crop
 from tiny import tiny
 
 SETTINGS = tiny()
@@ -149,7 +149,7 @@ def test_an_error_that_is_no_fault_of_a_file_comes_up_with_its_name(folder: Path
         with pytest.raises(RuntimeError, match=rf"while reading {source.paths[9]} of .*: IndexError: a fault") as error:
             collect(Feed(source, workers, decoder, on_unreadable=lambda *_: pytest.fail("listed")), 32)
         assert isinstance(error.value.__cause__, IndexError)
-        images = Images(source, decoder, centre((8, 8)), torch.device("cpu"), workers)  # type: ignore[arg-type]
+        images = ImageReader(source, decoder, center_crop((8, 8)), torch.device("cpu"), workers)
         with pytest.raises(RuntimeError, match=rf"while reading {source.paths[9]} of .*: IndexError: a fault"):
             list(images.batches([np.arange(32)]))
 
@@ -204,7 +204,7 @@ def test_what_disappears_is_named_and_nothing_good_is_listed(folder: Path, tmp_p
         gone.mkdir()
     with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
         collect(feed, 32)
-    images = Images(source, Decoder(), centre((8, 8)), torch.device("cpu"), 2)
+    images = ImageReader(source, Decoder(), center_crop((8, 8)), torch.device("cpu"), 2)
     with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
         list(images.batches([np.arange(32)]))
     assert not listed

@@ -155,7 +155,7 @@ def test_an_update_that_is_stopped_goes_on(
         photograph(photos / f"{number:02d}.bmp", 100 + number, days_ago=1)
     from adclr.features import parts
 
-    for when in ("_together", "write_json"):  # before the parts are put together, and after it
+    for when in ("_join", "write_json"):  # before the parts are put together, and after it
         with monkeypatch.context() as patch:
             real = getattr(parts, when)
 

@@ -18,12 +18,13 @@ from adclr.config.sections import UserError
 from adclr.data.sets.classes import open_labelled
 from adclr.evals import finetune
 from adclr.evals.finetune import Classifier
-from adclr.evals.trainer import Trainer, fingerprint
+from adclr.evals.trainer import Trainer
 from adclr.model import optim
 from adclr.model.vit import VisionTransformer
 from adclr.system.runs import Run
 from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, load_weights
+from adclr.weights.tensors import fingerprint
 from plain_images import coloured, weights
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ import adclr as package
 from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals import frames, incontext
 from adclr.evals.incontext import Memory, patch_labels, predict_labels, sample_patches
+from adclr.features import reader
 from dense_scenes import backbone, evaluated, saved, segmented
 from tiny import TINY
 
@@ -123,9 +124,9 @@ def test_images_of_many_sizes_do_not_all_wait(monkeypatch: pytest.MonkeyPatch) -
         read.append(len(data))
         return np.zeros((4, 1, len(data)), np.uint8)
 
-    monkeypatch.setattr(frames, "HELD", 1000)
-    reader = frames.Reader(Sizes(), decoder, CPU, 8, 1)  # type: ignore[arg-type]
-    batches = reader.batches("val", show=False)
+    monkeypatch.setattr(reader, "MAX_WAITING_BYTES", 1000)
+    images = reader.ImageReader(Sizes(), decoder, None, CPU, 1)  # type: ignore[arg-type]
+    batches = frames.read_frames(images, 8, "val", show=False)
     first = next(batches)
     assert len(read) < 30
     indices = [index for found in (first, *batches) for index in found.indices]

@@ -66,7 +66,7 @@ def test_scores_are_enlarged_class_by_class_alike(monkeypatch: pytest.MonkeyPatc
     scores = torch.randn(2, 7, 5, 6)
     whole = torch.nn.functional.interpolate(scores, size=(33, 47), mode="bilinear").argmax(dim=1)
     assert torch.equal(likeliest(scores, (33, 47)), whole)
-    monkeypatch.setattr("adclr.evals.frames.NUMBERS", 2 * 33 * 47 * 3)
+    monkeypatch.setattr("adclr.evals.frames.MAX_SCORES", 2 * 33 * 47 * 3)
     assert torch.equal(likeliest(scores, (33, 47)), whole)
 
 

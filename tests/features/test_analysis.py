@@ -62,7 +62,7 @@ def test_attention_over_patches_has_the_mean_one_and_the_mean_of_heads_comes_fir
     maps, answers = analysis.gaze(held, seen, analysis.read(held, seen))
     assert maps.shape == (1 + 2, 1, 4, 6)
     np.testing.assert_allclose(maps.mean(axis=(2, 3)), 1, rtol=1e-5)
-    whole = held.vit.attention(analysis.normalised(held, seen.pixels[None]))[0, :, 0, 1:].detach()
+    whole = held.vit.attention(analysis.network_input(held, seen.pixels[None]))[0, :, 0, 1:].detach()
     expected = whole.mean(0) / whole.mean()
     np.testing.assert_allclose(maps[0, 0].ravel(), expected, rtol=1e-4)
     np.testing.assert_allclose(maps[2, 0].ravel(), whole[1] / whole[1].mean(), rtol=1e-4)
@@ -72,30 +72,30 @@ def test_attention_over_patches_has_the_mean_one_and_the_mean_of_heads_comes_fir
 def test_the_heaviest_patches_are_the_fewest_that_hold_the_share() -> None:
     for share in (0.1, 0.6, 0.95):
         values = RNG.random((5, 7)).astype(np.float32) ** 4
-        kept = analysis.heaviest(values, share)
+        kept = analysis.top_mass(values, share)
         assert values[kept].sum() >= share * values.sum() * (1 - 1e-6)
         assert values[kept].min() >= values[~kept].max()
         smallest = values[kept].min()
         assert values[kept].sum() - smallest < share * values.sum()
-    assert analysis.heaviest(np.ones((2, 2), np.float32), 1.0).all()
-    assert not analysis.heaviest(np.ones((2, 2), np.float32), 0.0).any()
+    assert analysis.top_mass(np.ones((2, 2), np.float32), 1.0).all()
+    assert not analysis.top_mass(np.ones((2, 2), np.float32), 0.0).any()
 
 
 def test_maps_are_smooth_and_aligned_to_the_pixel() -> None:
     rows, columns, patch = 28, 36, 16  # 448 pixels and more
     values = np.zeros((rows, columns), np.float32)
     values[9, 20] = 1
-    fine = analysis.enlarged(values, rows * patch, columns * patch)
+    fine = analysis.enlarge(values, rows * patch, columns * patch)
     y, x = np.mgrid[: rows * patch, : columns * patch] + 0.5
     assert (fine * y).sum() / fine.sum() == pytest.approx(9.5 * patch, abs=0.05)  # the middle of that patch
     assert (fine * x).sum() / fine.sum() == pytest.approx(20.5 * patch, abs=0.05)
     assert np.abs(np.diff(fine, axis=0)).max() < 1.5 / patch  # no step as between patches
     assert fine.min() == 0
     assert fine.max() <= 1
-    assert np.allclose(analysis.enlarged(np.full((3, 4), 2.5, np.float32), 100, 90), 2.5)
+    assert np.allclose(analysis.enlarge(np.full((3, 4), 2.5, np.float32), 100, 90), 2.5)
 
 
-def test_mutual_nearest_neighbours_by_going_through_all() -> None:
+def test_mutual_nearest_neighbors_by_going_through_all() -> None:
     a, b = torch.randn(9, 5), torch.randn(11, 5)
     cosines = np.array(
         [[float(np.dot(x, y) / np.linalg.norm(x) / np.linalg.norm(y)) for y in b.numpy()] for x in a.numpy()]
@@ -106,13 +106,13 @@ def test_mutual_nearest_neighbours_by_going_through_all() -> None:
         for j in range(11)
         if cosines[i, j] == cosines[i].max() and cosines[i, j] == cosines[:, j].max()
     }
-    found = analysis.mutual(a, b)
+    found = analysis.mutual_neighbors(a, b)
     assert set(zip(found.first.tolist(), found.second.tolist(), strict=True)) == expected
     assert list(found.cosine) == sorted(found.cosine, reverse=True)
     np.testing.assert_allclose(found.cosine, cosines[found.first, found.second], rtol=1e-5)
     old, analysis.CHUNK = analysis.CHUNK, 4
     try:
-        assert np.array_equal(analysis.mutual(a, b).first, found.first)
+        assert np.array_equal(analysis.mutual_neighbors(a, b).first, found.first)
     finally:
         analysis.CHUNK = old
 
@@ -121,7 +121,7 @@ def test_a_shifted_copy_is_matched_by_its_shift_and_the_flow_follows() -> None:
     """Without positions, so that nothing but what is in the patches counts."""
     held, wide = weights(positions=False), noise(32, 72)
     first, second = Seen("a", wide[:, :, :64].copy()), Seen("b", wide[:, :, 8:].copy())
-    matches = analysis.mutual(analysis.features(held, first), analysis.features(held, second))
+    matches = analysis.mutual_neighbors(analysis.features(held, first), analysis.features(held, second))
     rows, columns = np.divmod(matches.first, 16)
     there = np.divmod(matches.second, 16)
     right = (there[0] == rows) & (there[1] == columns - 2)
@@ -129,7 +129,7 @@ def test_a_shifted_copy_is_matched_by_its_shift_and_the_flow_follows() -> None:
     assert right.mean() >= 0.9
     exact = Matches(matches.first[right], matches.second[right], matches.cosine[right])
     flow = analysis.flow(exact, (8, 16), (8, 16))
-    shift = flow - analysis.centres((8, 16)).reshape(8, 16, 2)
+    shift = flow - analysis.patch_centers((8, 16)).reshape(8, 16, 2)
     np.testing.assert_allclose(shift[..., 0], -2 / 16, atol=1e-4)
     np.testing.assert_allclose(shift[..., 1], 0, atol=1e-4)
 
@@ -148,21 +148,21 @@ def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     _, s, v = np.linalg.svd((x - x.mean(dim=0)).numpy(), full_matrices=False)
     np.testing.assert_allclose(abs((v[:3] * found.directions.numpy()).sum(axis=1)), 1, rtol=1e-9)
     np.testing.assert_allclose(found.explained, (s**2 / (s**2).sum())[:3], rtol=1e-5)
-    colours = found.colours(x)
-    assert colours.shape == (400, 3)
-    assert colours.min() == 0
-    assert colours.max() == 1
+    colors = found.colours(x)
+    assert colors.shape == (400, 3)
+    assert colors.min() == 0
+    assert colors.max() == 1
 
 
 def test_the_split_is_the_one_that_leaves_the_least_variance() -> None:
     for _ in range(5):
         values = np.concatenate([RNG.normal(0, 1, 30), RNG.normal(6, 1, 20)])
-        cut = analysis.split(values)
+        cut = analysis.otsu_threshold(values)
         numbers = np.sort(values)
         within = [numbers[:i].var() * i + numbers[i:].var() * (50 - i) for i in range(1, 50)]
         best = int(np.argmin(within)) + 1
         assert numbers[best - 1] < cut < numbers[best]
-    assert analysis.split(np.array([3.0])) == 3.0
+    assert analysis.otsu_threshold(np.array([3.0])) == 3.0
 
 
 def test_things_are_what_the_class_token_looks_at() -> None:

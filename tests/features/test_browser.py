@@ -250,7 +250,7 @@ def test_the_page_can_be_used_while_images_are_read(browser: Any, place: Path, m
         read(self, *given)
 
     monkeypatch.setattr(Library, "read", slow)
-    monkeypatch.setattr(Library, "together", 2)
+    monkeypatch.setattr(Library, "batch_size", 2)
     gallery = Gallery(ImageFolder(place / "photos"), [Library("x", load_weights(place / "net0"), 32)], None, 1.0)
     program = uvicorn.Server(uvicorn.Config(server.build(gallery, None), log_level="warning", lifespan="on"))
     listening = explorer._listen("127.0.0.1", 0)

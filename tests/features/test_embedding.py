@@ -33,7 +33,7 @@ from adclr.data.sources import ImageFolder
 from adclr.features import embedding, parts, reader
 from adclr.features.embedding import Network
 from adclr.features.parts import Parts
-from adclr.features.reader import Alike, centre, whole
+from adclr.features.reader import SameSize, center_crop, whole_image
 from adclr.weights.backbone import Weights, architecture, architecture_of, load_weights, save_backbone
 from tiny import Adclr, tiny
 
@@ -112,7 +112,7 @@ def test_vectors_are_what_the_network_makes_of_each_image(
     found = rows_of(tmp_path / "f.parquet")
     assert list(found) == list(ImageFolder(photos).paths)  # in the order of the collection
     for path, values in found.items():
-        tokens = tokens_of(weights, photos, path, centre((16, 16)))
+        tokens = tokens_of(weights, photos, path, center_crop((16, 16)))
         expected = {"cls": tokens.cls[0], "mean_patch": tokens.patches[0].mean(dim=0)}
         wanted = torch.cat(list(expected.values())) if vector == "both" else expected[vector]
         assert values.dtype == np.float32
@@ -124,9 +124,9 @@ def test_vectors_are_what_the_network_makes_of_each_image(
 @pytest.mark.parametrize(
     ("settings", "framing"),
     [
-        ({"size": 24}, centre((24, 24))),
-        ({"size": None}, whole(None, 4, 2048)),
-        ({"size": 12, "framing": "whole", "max_side": 20}, whole(12, 4, 20)),
+        ({"size": 24}, center_crop((24, 24))),
+        ({"size": None}, whole_image(None, 4, 2048)),
+        ({"size": 12, "framing": "whole", "max_side": 20}, whole_image(12, 4, 20)),
     ],
 )
 def test_vectors_at_other_sizes(
@@ -142,9 +142,9 @@ def test_vectors_at_other_sizes(
 @pytest.mark.parametrize(
     ("format_", "settings", "framing"),
     [
-        ("safetensors", {"size": None}, whole(None, 4, 2048)),
-        ("npy", {"size": 32, "dtype": "float32", "part_size": 4}, whole(32, 4, 2048)),
-        ("safetensors", {"framing": "crop", "normalize": True}, centre((16, 16))),
+        ("safetensors", {"size": None}, whole_image(None, 4, 2048)),
+        ("npy", {"size": 32, "dtype": "float32", "part_size": 4}, whole_image(32, 4, 2048)),
+        ("safetensors", {"framing": "crop", "normalize": True}, center_crop((16, 16))),
     ],
 )
 def test_patch_maps_are_of_any_size(
@@ -156,7 +156,7 @@ def test_patch_maps_are_of_any_size(
     settings: dict[str, Any],
     framing: reader.Framing,
 ) -> None:
-    monkeypatch.setattr(embedding, "MOST_TOKENS", 200)  # groups are cut, and several go together
+    monkeypatch.setattr(embedding, "MAX_TOKENS", 200)  # groups are cut, and several go together
     about = package.embed(weights, photos, out=tmp_path / "maps", dense=True, format=format_, batch_size=9, **settings)
     assert about["rows"] == 21
     found = maps_of(tmp_path / "maps")
@@ -183,12 +183,14 @@ def test_results_do_not_hang_on_batches_or_threads(weights: Path, photos: Path, 
 
 
 def test_portions_hold_every_image_once_and_few_tokens(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "MOST_TOKENS", 100)
+    monkeypatch.setattr(embedding, "MAX_TOKENS", 100)
     network = Network(load_weights(weights), embedding.Settings(), True, torch.device("cpu"))
     shapes = [(16, 16, 7), (4, 4, 40), (80, 40, 2), (8, 8, 3)]  # 17, 2, 201 and 5 tokens
     groups, first = [], 0
     for height, width, count in shapes:
-        groups.append(Alike(np.arange(first, first + count), torch.zeros(count, 3, height, width, dtype=torch.uint8)))
+        groups.append(
+            SameSize(np.arange(first, first + count), torch.zeros(count, 3, height, width, dtype=torch.uint8))
+        )
         first += count
     portions = list(network._portions(groups))
     assert [int(i) for some in portions for group in some for i in group.indices] == list(range(52))
@@ -215,7 +217,7 @@ def test_any_source_is_taken_and_any_name(weights: Path, photos: Path, tmp_path:
 
 KILLER = """
 import os, signal, sys
-import adclr.parts as p
+import adclr.features.parts as p
 from adclr.cli import main
 where = sys.argv[1]
 def dead(at, real):
@@ -228,8 +230,8 @@ def dead(at, real):
 if where == "rename": os.replace = dead(4, os.replace)  # after what is told at the start, a part and its record
 if where == "record": p.write_json = dead(3, p.write_json)
 if where == "merge":
-    together = p._together
-    p._together = lambda path, files: (together(path, files[:2]), os.kill(os.getpid(), signal.SIGKILL))
+    join = p._join
+    p._join = lambda path, files: (join(path, files[:2]), os.kill(os.getpid(), signal.SIGKILL))
 main(sys.argv[2:])
 """
 
@@ -384,14 +386,13 @@ def test_the_command_says_what_is_missing(weights: Path, capsys: pytest.CaptureF
 
 def test_weights_have_fingerprints(weights: Path) -> None:
     loaded = load_weights(weights)
-    from adclr.weights.backbone import fingerprint
 
-    first = fingerprint(loaded)
-    assert fingerprint(load_weights(weights)) == first
-    assert fingerprint(Weights(loaded.vit, (0.5, 0.5, 0.5), loaded.std)) != first
+    first = loaded.fingerprint()
+    assert load_weights(weights).fingerprint() == first
+    assert Weights(loaded.vit, (0.5, 0.5, 0.5), loaded.std).fingerprint() != first
     other = architecture_of(loaded.vit).model_copy(update={"norm_eps": 1e-5}).build().eval()
     other.load_state_dict(loaded.vit.state_dict())
-    assert fingerprint(replace(loaded, vit=other)) != first
+    assert replace(loaded, vit=other).fingerprint() != first
     with torch.no_grad():
         loaded.vit.cls_token[0, 0, 0] += 1e-3
-    assert fingerprint(loaded) != first
+    assert loaded.fingerprint() != first

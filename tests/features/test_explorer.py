@@ -26,7 +26,7 @@ from adclr.data.sources import Files, ImageFolder
 from adclr.features import analysis, explorer
 from adclr.features.explorer import server
 from adclr.features.explorer.gallery import Gallery
-from adclr.features.explorer.library import Library, cells
+from adclr.features.explorer.library import Library, covered_patches
 from adclr.model.vit import VisionTransformer
 from adclr.system.machine import GIB
 from adclr.weights.backbone import Weights
@@ -51,8 +51,8 @@ def noise(height: int, width: int) -> np.ndarray:
 def library() -> Library:
     """Three images of 6×6 patches and two of 6×10, read in two goes."""
     found = Library("x", weights(), 24)
-    found.read([0, 1, 2], [found.see(str(n), noise(24, 24)) for n in range(3)])
-    found.read([3, 4], [found.see(str(n), noise(24, 40)) for n in range(2)])
+    found.read([0, 1, 2], [found.prepare(noise(24, 24)) for n in range(3)])
+    found.read([3, 4], [found.prepare(noise(24, 40)) for n in range(2)])
     return found
 
 
@@ -62,13 +62,13 @@ BOX = (1 / 6, 2 / 6, 4 / 6, 5 / 6)
 def test_what_is_asked_of_all_is_what_each_would_say(library: Library) -> None:
     found = library.query(1, BOX, block=0, head=1)
     assert [one.id for one in found] == [0, 1, 2, 3, 4]
-    crop = library.seen[1].crop(BOX, 4)[None]
+    crop = library.inputs[1].crop(BOX, 4)[None]
     for one in found:
-        seen = library.seen[one.id]
+        seen = library.inputs[one.id]
         maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen), crop, block=0)
         np.testing.assert_allclose(one.attention, maps[2, 0], rtol=0.02, atol=0.02)  # kept in half precision
     for id_, values in library.cls():
-        seen = library.seen[id_]
+        seen = library.inputs[id_]
         maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen))
         np.testing.assert_allclose(values, maps[0, 0], rtol=0.02, atol=0.02)
     flat = library.query(1, BOX, temperature=100)[0].attention
@@ -82,7 +82,7 @@ def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: 
     assert found[1].answer == pytest.approx(1, abs=1e-3)
     assert found[1].window == pytest.approx(BOX)
     patches = {}
-    for id_, seen in library.seen.items():
+    for id_, seen in library.inputs.items():
         held = analysis.features(library.weights, seen)
         patches[id_] = torch.nn.functional.normalize(held, dim=-1).view(*seen.grid(library.vit), -1).numpy()
     region = patches[1][2:5, 1:4].reshape(9, -1).mean(axis=0)
@@ -104,17 +104,17 @@ def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: 
 
 def test_a_window_that_is_larger_than_an_image_is_made_smaller() -> None:
     found = Library("x", weights(), 24)
-    found.read([0], [found.see("wide", noise(24, 96))])
-    found.read([1], [found.see("tall", noise(96, 24))])
+    found.read([0], [found.prepare(noise(24, 96))])
+    found.read([1], [found.prepare(noise(96, 24))])
     answers = found.query(0, (0, 0, 1, 1))
     assert [one.match.shape for one in answers] == [(6, 24), (24, 6)]
     assert answers[0].score == pytest.approx(1, abs=1e-3)
 
 
 def test_a_box_is_of_the_patches_it_covers_and_of_one_at_least() -> None:
-    assert cells((0, 0, 1, 1), (4, 6)) == (slice(0, 4), slice(0, 6))
-    assert cells((0.26, 0.24, 0.49, 0.51), (4, 4)) == (slice(1, 2), slice(1, 2))
-    assert cells((0.999, 0.999, 1, 1), (4, 6)) == (slice(3, 4), slice(5, 6))
+    assert covered_patches((0, 0, 1, 1), (4, 6)) == (slice(0, 4), slice(0, 6))
+    assert covered_patches((0.26, 0.24, 0.49, 0.51), (4, 4)) == (slice(1, 2), slice(1, 2))
+    assert covered_patches((0.999, 0.999, 1, 1), (4, 6)) == (slice(3, 4), slice(5, 6))
 
 
 def test_patches_components_and_sizes(library: Library) -> None:
@@ -124,7 +124,7 @@ def test_patches_components_and_sizes(library: Library) -> None:
     assert alike.max() == pytest.approx(1, abs=1e-3)
     shapes = {id_: values.shape for id_, values in library.components()}
     assert shapes == {0: (6, 6, 3), 1: (6, 6, 3), 2: (6, 6, 3), 3: (6, 10, 3), 4: (6, 10, 3)}
-    held = library.shelves[1].memory
+    held = library.groups[1].memory
     kept = sum(t.nbytes for t in (*held.keys, *held.values, held.tokens.patches)) / 2
     assert library.bytes_of((6, 10)) == kept
 
@@ -290,7 +290,7 @@ def test_no_more_is_kept_than_there_is_room_for(photos: Path) -> None:
     assert "no more fit into max_gib" in held.note
     few = gallery(photos, num_images=2)
     few.read()
-    assert len(few.chosen) == 2
+    assert len(few.images) == 2
     assert "2 of 7 images" in few.note
 
 
@@ -299,7 +299,7 @@ def test_no_photograph_is_kept_as_large_as_it_was(tmp_path: Path, monkeypatch: p
     for number in range(12):
         Image.fromarray(noise(600, 900).transpose(1, 2, 0)).save(tmp_path / f"{number:02d}.jpg")
     decoded: list[weakref.ref[Any]] = []
-    call, shelve = Decoder.__call__, Gallery._shelve
+    call, add = Decoder.__call__, Gallery._add
 
     def noted(self: Decoder, data: bytes) -> Any:
         pixels = call(self, data)
@@ -311,12 +311,12 @@ def test_no_photograph_is_kept_as_large_as_it_was(tmp_path: Path, monkeypatch: p
     def looked(self: Gallery, grids: Any, held: Any) -> None:
         gc.collect()
         waiting.append((len(held), sum(one() is not None for one in decoded)))
-        assert all(seen.pixels.shape == (3, 24, 36) for one in held for seen in one.seen)
-        assert all(one.size == (512, 341) and len(one.jpeg) < 500_000 for one in held)
-        shelve(self, grids, held)
+        assert all(seen.pixels.shape == (3, 24, 36) for _, one in held for seen in one.inputs)
+        assert all(one.size == (512, 341) and len(one.jpeg) < 500_000 for _, one in held)
+        add(self, grids, held)
 
     monkeypatch.setattr(Decoder, "__call__", noted)
-    monkeypatch.setattr(Gallery, "_shelve", looked)
+    monkeypatch.setattr(Gallery, "_add", looked)
     held = gallery(tmp_path)
     held.read()
     assert len(decoded) == len(held.shown) == 12
@@ -355,7 +355,7 @@ def test_a_new_box_over_200_images_takes_little_time() -> None:
 
     found = Library("x", Weights(create_backbone("vit_small_patch16").eval(), (0.5,) * 3, (0.25,) * 3), 224)
     for start in range(0, 200, 8):
-        found.read(range(start, start + 8), [found.see(str(n), noise(224, 224)) for n in range(8)])
+        found.read(range(start, start + 8), [found.prepare(noise(224, 224)) for n in range(8)])
     found.query(0, BOX)
     times = []
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Images as a network at rest sees them: Pillow's pixels whoever makes them, in order, whatever the threads."""
+"""ImageReader as a network at rest sees them: Pillow's pixels whoever makes them, in order, whatever the threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
 from adclr.data.sources import ImageFolder
 from adclr.features import reader
-from adclr.features.reader import Frame, Images, centre, whole
+from adclr.features.reader import Frame, ImageReader, center_crop, whole_image
 from kernel_device import DEVICE, needs_interpreter
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def by_pillow(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The protocol as it reads: the whole image resized by Pillow, then the centre."""
+    """The protocol as it reads: the whole image resized by Pillow, then the center."""
     height, width = size
     scale = max(height * 256 / 224 / image.shape[1], width * 256 / 224 / image.shape[2])
     all_of_it = max(width, round(image.shape[2] * scale)), max(height, round(image.shape[1] * scale))
@@ -67,9 +67,9 @@ def by_formula(image: np.ndarray, frame: Frame) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (24, 40), (224, 224)])
-def test_the_centre_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
+def test_the_center_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
     for height, width in SIZES:
-        image, frame = picture(height, width), centre(size)(height, width)
+        image, frame = picture(height, width), center_crop(size)(height, width)
         found = reader.resize(image, frame).astype(int)
         expected = [by_formula(image, frame)] if frame.columns < 1000 else []
         if height <= width:  # images that are higher Pillow may resize down first
@@ -79,9 +79,9 @@ def test_the_centre_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> No
             assert (found != pixels).mean() < 2e-3
 
 
-def test_of_a_long_strip_only_the_centre_is_made() -> None:
+def test_of_a_long_strip_only_the_center_is_made() -> None:
     """All of it would be 25 million pixels wide."""
-    frame = centre((224, 224))(1, 100_000)
+    frame = center_crop((224, 224))(1, 100_000)
     assert frame.columns > 2e7
     assert reader.resize(np.full((3, 1, 100_000), 7, np.uint8), frame).shape == (3, 224, 224)
 
@@ -101,11 +101,13 @@ def test_of_a_long_strip_only_the_centre_is_made() -> None:
 def test_whole_images_have_whole_patches(
     side: int | None, patch: int, max_side: int, image: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert whole(side, patch, max_side)(*image) == Frame(*expected, 0, 0, *expected)
+    assert whole_image(side, patch, max_side)(*image) == Frame(*expected, 0, 0, *expected)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("framing", [centre((32, 32)), centre((24, 72)), whole(None, 8, 64), whole(40, 8, 100)])
+@pytest.mark.parametrize(
+    "framing", [center_crop((32, 32)), center_crop((24, 72)), whole_image(None, 8, 64), whole_image(40, 8, 100)]
+)
 def test_the_kernels_make_pillows_pixels(framing: reader.Framing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_kernels, "HALF", 20_000)  # in several launches
     if DEVICE.type == "cpu":  # the interpreter takes as long for a small block as for a large one
@@ -145,7 +147,7 @@ def folder(images: Path, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def collected(found: Images, batch: int) -> dict[int, np.ndarray]:
+def collected(found: ImageReader, batch: int) -> dict[int, np.ndarray]:
     count = len(found.source)
     seen: dict[int, np.ndarray] = {}
     for made in found.batches(np.arange(i, min(i + batch, count)) for i in range(0, count, batch)):
@@ -160,8 +162,8 @@ def collected(found: Images, batch: int) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize(("workers", "batch"), [(1, 5), (4, 7), (3, 100)])
 def test_every_image_comes_once_whatever_the_threads(folder: Path, workers: int, batch: int) -> None:
     source = ImageFolder(folder)
-    framing = whole(None, 8, 64)
-    found = collected(Images(source, Decoder(), framing, CPU, workers), batch)
+    framing = whole_image(None, 8, 64)
+    found = collected(ImageReader(source, Decoder(), framing, CPU, workers), batch)
     assert sorted(found) == list(range(len(source)))
     for index, pixels in found.items():
         image = Decoder()(source.read(index))
@@ -170,11 +172,11 @@ def test_every_image_comes_once_whatever_the_threads(folder: Path, workers: int,
 
 def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> None:
     source = ImageFolder(folder)
-    before = collected(Images(source, Decoder(), centre((16, 16)), CPU, 2), 8)
+    before = collected(ImageReader(source, Decoder(), center_crop((16, 16)), CPU, 2), 8)
     for index in (0, 9, 10):
         (folder / source.paths[index]).write_bytes(b"broken")
     (folder / source.paths[11]).unlink()
-    found = Images(source, Decoder(), centre((16, 16)), CPU, 2)
+    found = ImageReader(source, Decoder(), center_crop((16, 16)), CPU, 2)
     reasons: dict[int, str] = {}
     for made in found.batches([np.arange(0, 10), np.arange(10, len(source))]):
         reasons |= made.unreadable
@@ -191,9 +193,9 @@ def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> N
 def test_pixels_that_are_kept_are_the_files(folder: Path) -> None:
     source = ImageFolder(folder)
     store = Store(pack([Decoder()(source.read(i)) for i in range(len(source))]))
-    framing = centre((16, 16))
-    kept = collected(Images(source, Decoder(), framing, CPU, 2, store), 8)
-    for index, pixels in collected(Images(source, Decoder(), framing, CPU, 2), 8).items():
+    framing = center_crop((16, 16))
+    kept = collected(ImageReader(source, Decoder(), framing, CPU, 2, store), 8)
+    for index, pixels in collected(ImageReader(source, Decoder(), framing, CPU, 2), 8).items():
         assert np.array_equal(pixels, kept[index])
 
 
@@ -202,7 +204,7 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JPEGs of all orientations, other files, and JPEGs that turn out to be broken only when they are decoded."""
-    monkeypatch.setattr(reader, "TOGETHER", 3 * 40 * 56 * 3)  # three images at once
+    monkeypatch.setattr(reader, "MAX_DECODE_BYTES", 3 * 40 * 56 * 3)  # three images at once
     if DEVICE.type == "cpu":
         monkeypatch.setattr(frame_kernels, "ROWS", 128)
     for number in range(12):
@@ -222,9 +224,9 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
         return real(data, device)
 
     monkeypatch.setattr(nvjpeg, "_nvjpeg", strict)
-    source, framing = ImageFolder(tmp_path), whole(None, 8, 64)
+    source, framing = ImageFolder(tmp_path), whole_image(None, 8, 64)
     device = torch.device(DEVICE.type, 0) if DEVICE.type == "cuda" else DEVICE
-    found = Images(source, Decoder(), framing, device, 2)
+    found = ImageReader(source, Decoder(), framing, device, 2)
     found.gpu = GpuDecoder(Decoder(), device)
     assert found.gpu.take(source.read(8)) is not None
     assert found.gpu.take(half) is not None
@@ -240,7 +242,7 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     assert sorted(seen + list(batch.unreadable)) == list(range(14))
     store = Store(pack([Decoder()(source.read(index)) for index in seen]).to(device))
     store.on_gpu = True
-    kept = Images(source, Decoder(), framing, device, 2, store)
+    kept = ImageReader(source, Decoder(), framing, device, 2, store)
     (batch,) = kept.batches([np.array([3, 0, 5])])
     for group in batch.groups:
         for index, pixels in zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True):

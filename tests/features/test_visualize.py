@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from adclr.config.sections import UserError, build
-from adclr.features import analysis, pictures, visualize
+from adclr.features import analysis, figures, pictures, visualize
 from adclr.features.pictures import Bar, Cell
 from adclr.features.visualize import DRAW
 from adclr.training import launch, loop
@@ -27,7 +27,7 @@ def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Of every shape, one grey, one broken, in two classes."""
+    """Of every shape, one gray, one broken, in two classes."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "photos"
     for name, shape in (
@@ -85,7 +85,7 @@ def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: P
     assert seen.pixels.shape == (3, 32, 64)
     maps, _ = analysis.gaze(held, seen, analysis.read(held, seen))
     assert row["peak"] == pytest.approx(float(maps[0].max()), rel=1e-4)
-    assert row["share_of_patches"] == pytest.approx(analysis.heaviest(maps[0, 0], 0.5).mean())
+    assert row["share_of_patches"] == pytest.approx(analysis.top_mass(maps[0, 0], 0.5).mean())
     (first,) = draw("match", run, [photos / "cat/a.png"] * 2, tmp_path)["images"]  # type: ignore[misc]
     assert first["share_of_patches"] == 1
     assert first["cosine_median"] == pytest.approx(1, abs=1e-5)
@@ -154,7 +154,7 @@ def test_sheets_have_images_from_the_whole_collection(
         return sheet(cells, *given, **named)
 
     monkeypatch.setattr(pictures, "sheet", noted)
-    monkeypatch.setattr(visualize, "ON_SHEET", 4)
+    monkeypatch.setattr(figures, "MAX_ON_SHEET", 4)
     draw(name, run, images / "train", tmp_path, num_images=8, **({"across": 0} if name == "queries" else {}))
     assert len(shown) == 4  # of the sheet, which is drawn last
     assert shown[-1] == names[-1]
@@ -188,10 +188,10 @@ def test_queries_are_drawn_by_name_and_seed_or_given(run: Path, photos: Path, tm
 def test_matched_and_mismatched_are_the_classes_of_the_folders() -> None:
     pixels = np.zeros((3, 4, 4), np.uint8)
     cat, tom, dog, stray = (analysis.Seen("x", pixels, label) for label in ("cat", "cat", "dog", None))
-    assert visualize.relation(cat, cat) == "itself"
-    assert visualize.relation(cat, tom) == "matched"
-    assert visualize.relation(cat, dog) == "mismatched"
-    assert visualize.relation(cat, stray) == ""
+    assert figures.class_relation(cat, cat) == "itself"
+    assert figures.class_relation(cat, tom) == "matched"
+    assert figures.class_relation(cat, dog) == "mismatched"
+    assert figures.class_relation(cat, stray) == ""
 
 
 def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, t
         assert not out.exists()
 
 
-def test_a_grey_network_and_many_bands_can_be_seen() -> None:
+def test_a_gray_network_and_many_bands_can_be_seen() -> None:
     for channels in (1, 5):
         image = pictures.shown(np.zeros((channels, 8, 12), np.uint8), 24)
         assert image.size == (24, 16)
@@ -226,9 +226,9 @@ def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
 
 
 def test_the_colours_rise_in_brightness() -> None:
-    """So that they read in grey and for every kind of colour-blindness."""
-    colours = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
-    brightness = colours @ [0.299, 0.587, 0.114]
+    """So that they read in gray and for every kind of color-blindness."""
+    colors = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
+    brightness = colors @ [0.299, 0.587, 0.114]
     assert (np.diff(brightness) > 0).all()
 
 
@@ -243,7 +243,7 @@ def test_a_sheet_has_room_for_its_words() -> None:
 def test_warping_by_the_places_themselves_changes_nothing() -> None:
     rng = np.random.default_rng(1)
     image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
-    same = analysis.centres((8, 12)).reshape(8, 12, 2)
+    same = analysis.patch_centers((8, 12)).reshape(8, 12, 2)
     assert np.array_equal(np.asarray(pictures.warped(image, image, same)), np.asarray(image))
     right = same + np.array([4 / 48, 0], np.float32)  # what is here lies four pixels to the right there
     moved = np.asarray(pictures.warped(image, image, right))

@@ -20,14 +20,14 @@ from adclr.data.decode import Decoder
 from adclr.data.packed import pack
 from adclr.data.sources import ImageFolder
 from adclr.features import reader
-from adclr.features.reader import Images, centre, whole
+from adclr.features.reader import ImageReader, center_crop, whole_image
 from adclr.weights.backbone import architecture, save_backbone
 from tiny import TINY, tiny
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("framing", [centre((224, 224)), whole(448, 14, 2048), whole(None, 16, 2048)])
+@pytest.mark.parametrize("framing", [center_crop((224, 224)), whole_image(448, 14, 2048), whole_image(None, 16, 2048)])
 def test_photographs_of_real_sizes_are_pillows(framing: reader.Framing) -> None:
     made = [
         picture(*size, seed) for seed, size in enumerate([(500, 375), (333, 500), (1200, 1600), (64, 80), (40, 3000)])
@@ -59,11 +59,13 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_images_come_as_on_the_cpu(photos: Path) -> None:
-    source, framing = ImageFolder(photos), whole(96, 16, 512)
+    source, framing = ImageFolder(photos), whole_image(96, 16, 512)
     device = torch.device("cuda", 0)
     seen: dict[int, np.ndarray] = {}
     unreadable: set[str] = set()
-    for batch in Images(source, Decoder(), framing, device).batches([np.arange(0, 16), np.arange(16, 40)]):
+    for batch in ImageReader(source, Decoder(), framing, device, gpu_decoding=True).batches(
+        [np.arange(0, 16), np.arange(16, 40)]
+    ):
         unreadable |= {source.paths[index] for index in batch.unreadable}
         for group in batch.groups:
             seen |= dict(zip(group.indices.tolist(), group.pixels.cpu().numpy(), strict=True))

@@ -26,7 +26,7 @@ from adclr.system.runs import Run
 from adclr.training import continued, job, launch, planning
 from adclr.training.journal import Journal
 from adclr.training.plan_gpus import Gpu
-from adclr.weights.backbone import architecture, fingerprint, load_weights, save_backbone
+from adclr.weights.backbone import architecture, load_weights, save_backbone
 from tiny import TINY, tiny, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +62,7 @@ def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size
     settings = sections.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
     method = job.build(settings)
     heads = {name: tensor.clone() for name, tensor in method.student.head.state_dict().items()}
-    assert continued.load_init(method, settings) == fingerprint(load_weights(weights))
+    assert continued.load_init(method, settings) == load_weights(weights).fingerprint()
     loaded = load_weights(weights).vit
     method.eval()
     images = torch.randn(5, 3, size, size)
@@ -97,7 +97,7 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     assert settings is not None
     assert (settings.model.init, settings.optim.freeze_backbone_epochs) == (str(weights), 0.75)
     assert (settings.model.shape, settings.data.mean) == ((24, 2, 3), (0.3, 0.4, 0.5))
-    assert json.loads((run.path / "provenance.json").read_text())[0]["init"] == fingerprint(load_weights(weights))
+    assert json.loads((run.path / "provenance.json").read_text())[0]["init"] == load_weights(weights).fingerprint()
     rows = [row for row in run.rows("metrics.jsonl") if "drift_cosine" in row]
     assert [row["step"] for row in rows] == [0, 8]
     assert rows[0]["drift_cosine"] == pytest.approx(1, abs=1e-12)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import adclr as package
 from adclr.config.sections import UserError
-from adclr.evals.features import prepare
+from adclr.features import reader
 from adclr.model.vit import PositionResampling, VisionTransformer
 from adclr.weights import export as room
 from adclr.weights.backbone import Architecture, Description, architecture_of, load_weights, write_backbone
@@ -46,8 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def kept(folder: Path, **options: Any) -> tuple[VisionTransformer, Path]:
     vit = backbone(**options)
     folder.mkdir(parents=True)
-    grey = (0.5,) * vit.num_channels
-    write_backbone(folder, state_of(vit), Description(architecture=architecture_of(vit), mean=grey, std=grey))
+    gray = (0.5,) * vit.num_channels
+    write_backbone(folder, state_of(vit), Description(architecture=architecture_of(vit), mean=gray, std=gray))
     return vit, folder
 
 
@@ -133,7 +133,8 @@ def test_the_preprocessor_prepares_images_as_our_evaluations_do(tmp_path: Path) 
     out = export(run, "huggingface", tmp_path / "out")
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     image = Image.fromarray(np.kron(pixels[::8, ::8], np.ones((8, 8, 1), np.uint8)))
-    ours = torch.from_numpy(prepare(np.asarray(image).transpose(2, 0, 1), (32, 32))).float() / 255
+    array, framing = np.asarray(image).transpose(2, 0, 1), reader.center_crop((32, 32))
+    ours = torch.from_numpy(reader.resize(array, framing(*array.shape[1:]))).float() / 255
     expected = vit(((ours - 0.5) / 0.5)[None]).cls
     found = run_card(out, torch.empty(0), image=image)[:, 0]
     assert F.cosine_similarity(found, expected).item() > 0.995  # torchvision and Pillow round differently

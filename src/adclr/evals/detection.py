@@ -33,17 +33,20 @@ from adclr.data.sets import coco
 from adclr.data.sets.coco import Instances, Object, coco_masks, filled, open_instances
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import trainer
-from adclr.evals.frames import Frames, Reader
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import Frames, read_frames
 from adclr.evals.mask_rcnn import Detector, run_lengths
 from adclr.evals.mixing import drop_path_scales
 from adclr.evals.overlays import Overlays
 from adclr.evals.task import EvaluationSettings, check_inputs, load_backbone
 from adclr.evals.trainer import Trainer, TrainingSettings
+from adclr.features.reader import ImageReader
 from adclr.model import optim
 from adclr.system import distributed, machine
 from adclr.system.devices import autocast_dtype, choose, send
 from adclr.system.runs import Run
 from adclr.weights.backbone import Weights
+from adclr.weights.tensors import fingerprint
 
 EPOCHS, LR_DROPS = 12, (8 / 12, 11 / 12)  # of the 1x schedule
 LR, LR_BATCH, WARMUP, DECAY, LAYER_DECAY, DROP_PATH = 3e-4, 32, 1000, 0.05, 0.75, 0.05
@@ -268,7 +271,7 @@ def _assemble(
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else LAYER_DECAY)
     decay = DECAY if settings.weight_decay is None else settings.weight_decay
     groups = optim.layer_groups(model.timm_parameters(), weights.vit.depth, layer_decay, decay)
-    start = trainer.fingerprint(model.state_dict())
+    start = fingerprint(model.state_dict())
     return _DetectionTrainer(
         name="detection",
         settings=settings,
@@ -289,11 +292,11 @@ def detect(
     model: Detector, weights: Weights, val: Instances, settings: Settings, device: torch.device, prefix: Path | None
 ) -> tuple[list[dict[str, Any]], set[int]]:
     """Return the detections in the val images of all processes, and the indices of unreadable images."""
-    reader = Reader(val.photos, weights.decoder, device, settings.test_batch_size, settings.num_workers)
+    reader = ImageReader(val.photos, weights.decoder, None, device, settings.num_workers)
     overlays = Overlays(val.classes, settings.pictures, len(val.photos), prefix)
     lines: list[str] = []
     model.eval()
-    for frames in reader.batches("val"):
+    for frames in read_frames(reader, settings.test_batch_size, "val"):
         detections = model(list(frames.pixels.float() / 255))
         for index, of_image in zip(frames.indices, detections, strict=True):
             lines += [json.dumps(row) + "\n" for row in _coco_results(of_image, val, index)]
@@ -301,9 +304,8 @@ def detect(
             _draw(overlays, frames, detections, val, device)
     text = torch.from_numpy(np.frombuffer("".join(lines).encode(), np.uint8).copy())
     all_lines = bytes(distributed.gather(text).numpy()).decode().splitlines()
-    reader.num_unreadable(settings.max_unreadable)  # refuses too many
-    unreadable = [index for index, path in enumerate(val.photos.paths) if path in reader.unreadable]
-    all_unreadable = set(distributed.gather(torch.tensor(unreadable, dtype=torch.int64)).tolist())
+    count_unreadable(reader, settings.max_unreadable)  # refuses too many
+    all_unreadable = set(distributed.gather(torch.tensor(sorted(reader.unreadable), dtype=torch.int64)).tolist())
     overlays.write()
     return [json.loads(line) for line in all_lines], all_unreadable
 

@@ -1,10 +1,8 @@
-"""Images -> features, the way evaluations see them: resized, centre-cropped, normalised, in order."""
+"""Features of labeled images as evaluations compute them: resized, center-cropped, normalized, in order."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,138 +11,93 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.sets.classes import Split
 from adclr.data.sources import Source
-from adclr.features.reader import centre, resize
+from adclr.features.reader import Batch, ImageReader, center_crop, normalizer, split_batches
 from adclr.system import distributed
-from adclr.system.machine import cpu_count, host_memory
+from adclr.system.machine import host_memory
 from adclr.system.progress import track
-from adclr.system.text import printable
-from adclr.system.threads import in_order
 from adclr.weights.backbone import Weights
 
-KEPT_SHARE = 0.25  # of the free memory that images may fill that are looked at more than once
+CACHE_SHARE = 0.25  # of the free memory, for images that are read more than once
 
 
 @dataclass(frozen=True)
 class Features:
+    """Features of the readable images of a source."""
+
     values: Tensor  # n×D float32, on the CPU
-    kept: NDArray[np.int64]  # which images of the source they are of: all but the unreadable
+    kept: NDArray[np.int64]  # their indices in the source
     unreadable: dict[str, str]  # path -> reason
 
 
-def prepare(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """Shorter side to 256/224 of the input size by bicubic resampling, then the centre: C×height×width."""
-    return resize(image, centre(size)(*image.shape[1:]))
+class CenterCrops:
+    """The center crops of a source, in batches; `shared`: in each of several processes only its part of them.
 
-
-def prepared(
-    source: Source,
-    size: tuple[int, int],
-    batch_size: int,
-    num_workers: int | None,
-    decoder: Decoder,
-    chosen: Sequence[int] | None = None,
-) -> Generator[list[NDArray[np.uint8] | str], None, None]:
-    """Batches of prepared images, of all in the order of the source or of those chosen; the reason stands for an
-    unreadable one."""
-    order = np.arange(len(source)) if chosen is None else np.array(chosen, np.int64)
-
-    def one(index: int) -> NDArray[np.uint8] | str:
-        try:
-            return prepare(decoder(source.read(index)), size)
-        except (Unreadable, OSError) as error:
-            return str(error)
-
-    return in_order(
-        (order[first : first + batch_size] for first in range(0, len(order), batch_size)),
-        lambda batch: batch,
-        one,
-        lambda batch, images: images,
-        lambda: str(source.root),
-        num_workers or cpu_count(),
-    )
-
-
-class Album:
-    """The prepared images of a source; `shared`: in each of several processes only its part of them.
-
-    Those that are to be seen `again` are kept after the first time, if they fit into memory.
+    With `cache` they stay in memory after the first pass, if they fit.
     """
 
     def __init__(
         self,
         weights: Weights,
         source: Source,
+        device: torch.device,
         batch_size: int = 256,
         num_workers: int | None = None,
         size: tuple[int, int] | None = None,
         shared: bool = False,
-        again: bool = False,
+        cache: bool = False,
     ) -> None:
-        self.weights, self.source, self.batch_size, self.num_workers = weights, source, batch_size, num_workers
-        self.size = size or weights.vit.input_size
+        self.weights, self.source, self.device = weights, source, device
         self.shared = shared and distributed.world_size() > 1
-        self.chosen = distributed.part(len(source)) if self.shared else range(len(source))
-        self.unreadable: dict[str, str] = {}
-        needed = len(self.chosen) * weights.vit.num_channels * self.size[0] * self.size[1]
-        self.again = again and needed <= KEPT_SHARE * host_memory() / distributed.local_world_size()
-        self.pages: list[tuple[list[int], NDArray[np.uint8]]] | None = None
+        indices = distributed.part(len(source)) if self.shared else range(len(source))
+        self.order = split_batches(np.asarray(indices, np.int64), batch_size)
+        self.num_images = len(indices)
+        height, width = size or weights.vit.input_size
+        num_bytes = len(indices) * weights.vit.num_channels * height * width
+        self.cache = cache and num_bytes <= CACHE_SHARE * host_memory() / distributed.local_world_size()
+        self.cached: list[Batch] | None = None
+        reading_device = torch.device("cpu") if self.cache else device
+        framing = center_crop((height, width))
+        self.reader = ImageReader(source, weights.decoder, framing, reading_device, num_workers)
 
     def __len__(self) -> int:
-        """Batches."""
-        return -(-len(self.chosen) // self.batch_size)
+        """Return the number of batches."""
+        return len(self.order)
 
-    def __iter__(self) -> Iterator[tuple[list[int], NDArray[np.uint8]]]:
-        """(which of the source, images) of each batch, without the unreadable ones."""
-        if self.pages is not None:
-            yield from self.pages
+    def __iter__(self) -> Iterator[Batch]:
+        if self.cached is not None:
+            yield from self.cached
             return
-        pages = []
-        made = prepared(
-            self.source, self.size, self.batch_size, self.num_workers, self.weights.decoder, chosen=self.chosen
-        )
-        with closing(made):
-            for number, batch in enumerate(made):
-                readable = []
-                for index, image in zip(self.chosen[number * self.batch_size :], batch, strict=False):
-                    if isinstance(image, str):
-                        self.unreadable[self.source.paths[index]] = image
-                    else:
-                        readable.append((index, image))
-                shape = (0, self.weights.vit.num_channels, *self.size)
-                images = np.stack([image for _, image in readable]) if readable else np.zeros(shape, np.uint8)
-                page = [index for index, _ in readable], images
-                if self.again:
-                    pages.append(page)
-                yield page
-        self.pages = pages if self.again else None
+        batches = []
+        for batch in self.reader.batches(self.order):
+            if self.cache:
+                batches.append(batch)
+            yield batch
+        self.cached = batches if self.cache else None
 
 
 @torch.no_grad()
-def look(
-    album: Album, pool: Callable[[Tensor], Tensor], device: torch.device, name: str = "features", show: bool = True
+def compute_features(
+    crops: CenterCrops, pool: Callable[[Tensor], Tensor], name: str = "features", show: bool = True
 ) -> Features:
-    """`pool(images)` for every readable image, float32 throughout; of all processes together if they share it."""
-    mean = torch.tensor(album.weights.mean, device=device).view(-1, 1, 1)
-    std = torch.tensor(album.weights.std, device=device).view(-1, 1, 1)
-    values, kept = [], []
-    for indices, images in track(album, name, len(album), show):
-        if len(indices):
-            pixels = torch.from_numpy(images).to(device)
-            values.append(pool((pixels.float() / 255 - mean) / std).float().cpu())
-            kept += indices
-    source = album.source
+    """Return `pool(images)` of every readable image, in float32; of all processes together if they share the source."""
+    normalize, source = normalizer(crops.weights, crops.device), crops.source
+    values, indices = [], []
+    for batch in track(crops, name, len(crops), show):
+        for group in batch.groups:
+            values.append(pool(normalize(group.pixels.to(crops.device))).float().cpu())
+            indices.append(torch.from_numpy(group.indices))
     if not values:
-        where = f"the {len(album.chosen)} images of {source.root} that this process reads" if album.shared else None
-        raise UserError(f"none of {where or f'the {len(source)} images of {source.root}'} can be read")
-    for path, reason in list(album.unreadable.items())[:5] if show else ():
-        print(printable(f"skipped {path}: {reason}"), file=sys.stderr)
-    found, places = torch.cat(values), torch.tensor(kept)
-    if album.shared:
-        found, places = distributed.gather(found), distributed.gather(places)
-    return Features(found, places.numpy(), album.unreadable)
+        part = f"the {crops.num_images} images of {source.root} that this process reads" if crops.shared else None
+        raise UserError(f"none of {part or f'the {len(source)} images of {source.root}'} can be read")
+    if show:
+        crops.reader.print_skipped()
+    features, order = torch.cat(values), torch.cat(indices)
+    if crops.shared:
+        features, order = distributed.gather(features), distributed.gather(order)
+    unreadable = {source.paths[index]: reason for index, reason in crops.reader.unreadable.items()}
+    return Features(features, order.numpy(), unreadable)
 
 
 def extract(
@@ -159,28 +112,38 @@ def extract(
     size: tuple[int, int] | None = None,
     shared: bool = False,
 ) -> Features:
-    """`look`, once."""
-    return look(Album(weights, source, batch_size, num_workers, size, shared), pool, device, name, show)
+    """Return `pool(images)` of the center crop of every readable image of a source, read once."""
+    return compute_features(
+        CenterCrops(weights, source, device, batch_size, num_workers, size, shared), pool, name, show
+    )
 
 
-def labels_of(found: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
-    """The labels of the images that could be read; refuses to score what is left when too many could not."""
-    check_readable(split, len(split.labels) - len(found.kept), max_unreadable)
-    labels = split.labels[found.kept]
+def labels_of(features: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
+    """Return the labels of the readable images; refuse to score a split of which too many images are unreadable."""
+    check_readable(split.source, len(split.labels) - len(features.kept), max_unreadable)
+    labels = split.labels[features.kept]
     check_classes(split, labels, classes)
     return torch.from_numpy(labels)
 
 
-def check_readable(split: Split, unreadable: int, most: float) -> None:
-    if unreadable > most * len(split.labels):
+def count_unreadable(reader: ImageReader, max_unreadable: float) -> int:
+    """Return how many images no process could read; refuse to score a source of which they are too many."""
+    count = int(distributed.sum_(torch.tensor([len(reader.unreadable)], device=reader.device)).item())
+    check_readable(reader.source, count, max_unreadable)
+    return count
+
+
+def check_readable(source: Source, num_unreadable: int, max_unreadable: float) -> None:
+    """Refuse a source of which more than a share of the images is unreadable."""
+    if num_unreadable > max_unreadable * len(source):
         raise UserError(
-            f"{unreadable} of {len(split.labels)} images of {split.source.root} cannot be read; "
+            f"{num_unreadable} of {len(source)} images of {source.root} cannot be read; "
             "mend them or raise max_unreadable"
         )
 
 
-def check_classes(split: Split, left: NDArray[np.int64], classes: list[str]) -> None:
-    """`left` are the labels of the readable images."""
-    empty = np.setdiff1d(split.labels, left)
+def check_classes(split: Split, readable: NDArray[np.int64], classes: list[str]) -> None:
+    """Refuse a split of which a whole class is unreadable; `readable` are the labels of the readable images."""
+    empty = np.setdiff1d(split.labels, readable)
     if len(empty):
         raise UserError(f"no image of class {classes[empty[0]]} in {split.source.root} can be read; mend or remove it")

@@ -30,18 +30,19 @@ from adclr.data.sets.classes import Labelled
 from adclr.evals import trainer
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import CropBatch, Crops, Transform
-from adclr.evals.features import Album, labels_of, look
+from adclr.evals.features import CenterCrops, compute_features, labels_of
 from adclr.evals.mixing import Eraser, draw_mix, drop_path_scales, smooth_labels
 from adclr.evals.randaugment import randaugment
-from adclr.evals.task import ClassificationSettings, crop_size, normalizer, open_classification
+from adclr.evals.task import ClassificationSettings, crop_size, open_classification
 from adclr.evals.trainer import Trainer
+from adclr.features.reader import normalizer
 from adclr.model import optim
 from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.files import write_json
 from adclr.system.runs import Run
-from adclr.weights.backbone import Description, Weights, architecture_of, fingerprint
+from adclr.weights.backbone import Weights
 
 BASE_WIDTH = 768  # of ViT-B
 TEST_BATCH_SIZE = 256
@@ -134,7 +135,7 @@ class FinetuneTrainer(Trainer):
     model: Classifier
     ema: Classifier | None
     crops: Crops
-    val_images: Album
+    val_crops: CenterCrops
     val_labels: Tensor
     size: int
     micro_batch_size: int
@@ -217,7 +218,7 @@ class FinetuneTrainer(Trainer):
             return logits.float().topk(count, dim=-1).indices  # exact in float32 too, up to 16 million classes
 
         show = distributed.is_main() and self.settings.validate_every is None
-        return look(self.val_images, rank, self.device, "val", show).values.long()
+        return compute_features(self.val_crops, rank, "val", show).values.long()
 
 
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
@@ -257,10 +258,17 @@ def assemble(
     """Return the training of the settings, after reading the val images so that their faults are found now."""
     size, vit = crop_size(weights.vit, settings.size), weights.vit
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else 0.65 if vit.dim == BASE_WIDTH else 0.75)
-    val_images = Album(
-        weights, labeled.val.source, TEST_BATCH_SIZE, settings.num_workers, (size, size), shared=True, again=True
+    val_crops = CenterCrops(
+        weights,
+        labeled.val.source,
+        device,
+        TEST_BATCH_SIZE,
+        settings.num_workers,
+        (size, size),
+        shared=True,
+        cache=True,
     )
-    readable = look(val_images, lambda images: images[:, 0, 0, :1], device, "val images", distributed.is_main())
+    readable = compute_features(val_crops, lambda images: images[:, 0, 0, :1], "val images", distributed.is_main())
     val_labels = labels_of(readable, labeled.val, labeled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
     crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
@@ -281,7 +289,7 @@ def assemble(
         optimizer=torch.optim.AdamW(groups, lr=0.0, fused=True),
         total_steps=settings.epochs * crops.steps_per_epoch,
         run=run,
-        identity=trainer.identify(settings, images, fingerprint(weights)),
+        identity=trainer.identify(settings, images, weights.fingerprint()),
         num_micro_batches=local_size // micro,
         ema=None if settings.ema is None else deepcopy(model).eval(),
         ema_momentum=settings.ema or 0.0,
@@ -289,7 +297,7 @@ def assemble(
         weights=weights,
         labeled=labeled,
         crops=crops,
-        val_images=val_images,
+        val_crops=val_crops,
         val_labels=val_labels,
         size=size,
         micro_batch_size=micro,
@@ -301,9 +309,7 @@ def assemble(
 def _finish(training: FinetuneTrainer) -> None:
     """Write the trained model, its average if there is one, with its description and its classes."""
     weights, model = training.weights, training.ema or training.model
-    shape = architecture_of(training.model.vit)
-    description = Description(architecture=shape, mean=weights.mean, std=weights.std, max_value=weights.max_value)
     if training.run is not None and distributed.is_main():
         head = {"classes": training.labeled.classes, "pool": training.settings.pool, "size": training.size}
         write_json(training.run.path / "classes.json", head)
-    training.finish(description.model_dump(mode="json"), model.timm_state())
+    training.finish(weights.describe().model_dump(mode="json"), model.timm_state())

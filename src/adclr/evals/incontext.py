@@ -25,10 +25,12 @@ from adclr.config.sections import Count, Positive, Side, UserError, setting
 from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
-from adclr.evals.frames import Reader, fitting, likeliest, resized
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import fitting, likeliest, read_frames, resized
 from adclr.evals.overlays import Overlays
 from adclr.evals.scaled_crops import ScaledCrops
-from adclr.evals.task import PixelSettings, normalizer, open_pixels
+from adclr.evals.task import PixelSettings, open_pixels
+from adclr.features.reader import ImageReader, normalizer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, send
 from adclr.system.progress import track
@@ -130,12 +132,12 @@ def _build_memory(
 
     if not settings.augment_epochs:
         reader = _reader(weights, segmented, settings, device, "train")
-        for frames in reader.batches("memory", show):
+        for frames in read_frames(reader, settings.batch_size, "memory", show):
             size = fitting(frames.size, settings.size, patch)
             counts = patch_labels(frames.labels, weights.vit.grid_of(*size), patch, num_classes)
             draws = Draws(settings.seed, 0, segmented.train.keys[frames.indices])
             add_images(np.array(frames.indices), draws, encode(resized(frames.images, size)), counts)
-        num_unreadable = reader.num_unreadable(settings.max_unreadable)
+        num_unreadable = count_unreadable(reader, settings.max_unreadable)
     else:
         size = fitting((1, 1), settings.size, patch)
         crops = ScaledCrops(
@@ -206,10 +208,12 @@ def _average_labels(memory: Memory, queries: Tensor, nearest: Tensor, temperatur
     return torch.einsum("nk,nkc->nc", weight, memory.labels[nearest].float())
 
 
-def _reader(weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, split: str) -> Reader:
+def _reader(
+    weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, split: str
+) -> ImageReader:
     """Return the reader of a split."""
     pairs = segmented.train if split == "train" else segmented.val
-    return Reader(pairs, segmented.decoder(weights.decoder), device, settings.batch_size, settings.num_workers)
+    return ImageReader(pairs, segmented.decoder(weights.decoder), None, device, settings.num_workers)
 
 
 @torch.no_grad()
@@ -227,7 +231,7 @@ def score(
     confusion = iou.Confusion(len(segmented.classes), device)
     reader = _reader(weights, segmented, settings, device, "val")
     overlays = Overlays(segmented.classes, settings.pictures, len(segmented.val), prefix)
-    for frames in reader.batches("val", show):
+    for frames in read_frames(reader, settings.batch_size, "val", show):
         size = fitting(frames.size, settings.size, patch)
         features = encode(resized(frames.images, size))
         shares = predict_labels(memory, features.flatten(0, 1), settings.k, settings.temperature)
@@ -236,7 +240,7 @@ def score(
         confusion.add(predicted, frames.labels)
         overlays.add(frames, predicted)
     scores = iou.scores("incontext", confusion.matrix(), segmented.classes)
-    unreadable_val = reader.num_unreadable(settings.max_unreadable)
+    unreadable_val = count_unreadable(reader, settings.max_unreadable)
     overlays.write()
     return scores | {
         "num_memory": float(len(memory.keys)),

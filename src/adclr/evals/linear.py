@@ -27,7 +27,8 @@ from adclr.data.sets.classes import Labelled, Split
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import Crops
 from adclr.evals.features import Features, extract, labels_of
-from adclr.evals.task import ClassificationSettings, crop_size, normalizer, open_classification
+from adclr.evals.task import ClassificationSettings, crop_size, open_classification
+from adclr.features.reader import normalizer
 from adclr.model.optim import cosine
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed

@@ -27,8 +27,8 @@ from adclr.config.sections import Count, Device, Section, UserError, setting
 from adclr.data.collection import open_source
 from adclr.data.draws import Draws
 from adclr.data.sources import Source, Subset
-from adclr.evals.features import prepared
-from adclr.evals.task import check_inputs, normalizer
+from adclr.evals.task import check_inputs
+from adclr.features.reader import ImageReader, center_crop, normalizer, split_batches
 from adclr.model.effective_rank import effective_rank
 from adclr.model.vit import VisionTransformer
 from adclr.system.devices import choose
@@ -129,19 +129,17 @@ def score(
     vit = weights.vit
     chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
     size = tuple(round(IMAGE_SCALE * side) for side in vit.input_size)
-    normalize = normalizer(weights, device)
-    batches = prepared(chosen, (size[0], size[1]), settings.batch_size, settings.num_workers, weights.decoder)
-    total = -(-len(chosen) // settings.batch_size)
+    reader = ImageReader(chosen, weights.decoder, center_crop((size[0], size[1])), device, settings.num_workers)
+    normalize, order = normalizer(weights, device), split_batches(np.arange(len(chosen)), settings.batch_size)
     correct = chance = count = 0.0
     first_cls: list[Tensor] = []
     second_cls: list[Tensor] = []
     patches: list[Tensor] = []
-    for number, batch in enumerate(track(batches, "matching", total, show)):
-        readable = [(i, image) for i, image in enumerate(batch) if not isinstance(image, str)]
-        if not readable:
+    for batch in track(reader.batches(order), "matching", len(order), show):
+        if not batch.groups:
             continue
-        keys = chosen.keys[[number * settings.batch_size + i for i, _ in readable]]
-        images = torch.from_numpy(np.stack([image for _, image in readable])).to(device).float() / 255
+        (group,) = batch.groups  # all crops are of one size
+        keys, images = chosen.keys[group.indices], group.pixels.float() / 255
         first_boxes, second_boxes = draw(Draws(0, 0, keys), device)
         brightness = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
         views = [cut(images, boxes, vit.input_size) for boxes in (first_boxes, second_boxes)]

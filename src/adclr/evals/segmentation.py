@@ -27,17 +27,20 @@ from adclr.data.prefetch import Ahead
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
-from adclr.evals.frames import Reader, fitting, likeliest, resized
+from adclr.evals.features import count_unreadable
+from adclr.evals.frames import fitting, likeliest, read_frames, resized
 from adclr.evals.overlays import Overlays
 from adclr.evals.pyramid import Pyramid, blocks_at
 from adclr.evals.scaled_crops import PixelBatch, ScaledCrops
-from adclr.evals.task import PixelSettings, normalizer, open_pixels
+from adclr.evals.task import PixelSettings, open_pixels
 from adclr.evals.trainer import Trainer, TrainingSettings
+from adclr.features.reader import ImageReader, normalizer
 from adclr.model import optim
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
 from adclr.weights.backbone import Weights
+from adclr.weights.tensors import fingerprint
 
 Head = Literal["linear", "fpn", "upernet"]
 AUXILIARY = 0.4  # weight of the auxiliary head's loss
@@ -254,7 +257,7 @@ def assemble(
     )
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
     groups = optim.layer_groups(trained, weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
-    start = trainer.fingerprint(model.state_dict())
+    start = fingerprint(model.state_dict())
     return _SegmentationTrainer(
         name="segmentation",
         settings=settings,
@@ -280,7 +283,7 @@ def _test(
     window = (settings.size, settings.stride or settings.size * 2 // 3) if training.protocol.sliding else None
     confusion = iou.Confusion(len(segmented.classes), device)
     decoder = segmented.decoder(weights.decoder)
-    reader = Reader(segmented.val, decoder, device, settings.test_batch_size, settings.num_workers)
+    reader = ImageReader(segmented.val, decoder, None, device, settings.num_workers)
     overlays = Overlays(segmented.classes, settings.pictures, len(segmented.val), prefix)
 
     def network(images: Tensor) -> Tensor:
@@ -288,14 +291,14 @@ def _test(
             return model.logits(normalize(images))[0]
 
     model.eval()
-    for frames in reader.batches("val"):
+    for frames in read_frames(reader, settings.test_batch_size, "val"):
         predicted = predict(
             network, frames.images, settings.size, unit, window, settings.test_scales, settings.test_mirrored
         )
         confusion.add(predicted, frames.labels)
         overlays.add(frames, predicted)
     scores = iou.scores("segmentation", confusion.matrix(), segmented.classes)
-    num_unreadable = reader.num_unreadable(settings.max_unreadable)
+    num_unreadable = count_unreadable(reader, settings.max_unreadable)
     overlays.write()
     return scores | {"num_val": float(len(segmented.val) - num_unreadable), "num_unreadable": float(num_unreadable)}
 

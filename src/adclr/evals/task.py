@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from adclr.config.sections import Device, Ratio, Section, UserError, setting
 from adclr.data.draws import combine, key_of
@@ -17,7 +14,7 @@ from adclr.data.sets.classes import Labelled, open_labelled
 from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
-from adclr.system.devices import choose, send
+from adclr.system.devices import choose
 from adclr.weights.backbone import Weights, load_weights
 
 
@@ -98,12 +95,6 @@ def load_backbone(settings: EvaluationSettings, device: torch.device) -> Weights
         weights = replace(weights, vit=weights.vit.like().eval())
     weights.vit.to(device)
     return weights
-
-
-def normalizer(weights: Weights, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function that normalizes images in [0, 1] by the mean and deviation of the weights."""
-    mean, std = (send(np.array(n, np.float32).reshape(-1, 1, 1), device) for n in (weights.mean, weights.std))
-    return lambda images: (images - mean) / std
 
 
 def crop_size(vit: VisionTransformer, size: int | None) -> int:

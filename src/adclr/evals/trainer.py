@@ -6,7 +6,6 @@ model.safetensors and model.json when it is finished.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
 import sys
@@ -253,15 +252,6 @@ def identify(settings: Section, images: Any, start: str) -> dict[str, Any]:
     # by the names of version 0.1, so that its trainings are resumed
     chosen = settings.model_dump(mode="json", exclude=free_settings(type(settings), "resume"), by_alias=True)
     return {"settings": chosen, "images": images, "start": start}
-
-
-def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """Return a hash of all tensors of a model."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def lock(run: Run | None) -> Any:

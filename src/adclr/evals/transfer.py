@@ -24,7 +24,6 @@ from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system import distributed, outputs
 from adclr.system.devices import choose
 from adclr.system.files import read_json, write_json
-from adclr.weights.backbone import fingerprint
 
 
 class Settings(EvaluationSettings):
@@ -45,7 +44,7 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     names = _names(settings.data)
     # all data sets are opened before anything is trained, so that a mistake in the last costs nothing
     data_sets = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = fingerprint(load_backbone(settings, choose(settings.device)))
+    start = load_backbone(settings, choose(settings.device)).fingerprint()
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):

@@ -28,7 +28,8 @@ from adclr.data.sets.davis import Clip
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals.frames import Frames, resized
 from adclr.evals.overlays import Overlays
-from adclr.evals.task import EvaluationSettings, check_inputs, load_backbone, normalizer
+from adclr.evals.task import EvaluationSettings, check_inputs, load_backbone
+from adclr.features.reader import normalizer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, choose, send
 from adclr.system.progress import track

@@ -1,4 +1,4 @@
-"""What a backbone looks at and what it finds alike, as numbers; `pictures` draws them."""
+"""Attention maps, similar patches and principal components of a backbone, as numbers; `pictures` draws them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.data.decode import Pixels
 from adclr.data.draws import Draws, crop_boxes
+from adclr.features.reader import normalizer
 from adclr.model.vit import Memory, VisionTransformer
+from adclr.system.devices import send
 from adclr.weights.backbone import Weights, load_weights
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Box = tuple[float, float, float, float]  # left, top, right, bottom as shares of the width and the height
 Grid = tuple[int, int]  # patches down and across
-LONGEST = 4  # times the shorter side; a longer image is shrunk further, so that its patches stay few
-NEAR = 0.08  # of the width and height: how far a match tells where its neighbours are
+MAX_ASPECT = 4  # longer over shorter side; a longer image is shrunk further, so that its patches stay few
+FLOW_SIGMA = 0.08  # of the width and height: how far a match says where its neighbors are
 CHUNK = 1024  # patches compared with all others at once
 
 
 def load(name: str, device: torch.device) -> Weights:
-    """Weights that can be looked at."""
+    """Return weights whose images can be read before the queries, on the device."""
     weights = load_weights(name, partial=None)
     if weights.vit.query_keys == "all":
         raise UserError(f"{name} has model.query_keys=all, so that nothing can be read before its queries; use others")
@@ -38,62 +40,63 @@ def load(name: str, device: torch.device) -> Weights:
 
 
 class Seen(NamedTuple):
-    """An image as it is looked at: resized so that patches fill it."""
+    """An image resized to whole patches, as the network gets it."""
 
     name: str
     pixels: Pixels  # C×height×width
     label: str | None = None
 
     def grid(self, vit: VisionTransformer) -> Grid:
+        """Return the patches down and across."""
         return vit.grid_of(*self.pixels.shape[1:])
 
     def crop(self, box: Box, side: int) -> Pixels:
-        """The query crop of a box, C×side×side."""
+        """Return the query crop of a box, C×side×side."""
         height, width = self.pixels.shape[1:]
         edges = box[0] * width, box[1] * height, box[2] * width, box[3] * height
-        return _resized(self.pixels, side, side, edges)
+        return _resize(self.pixels, side, side, edges)
 
 
 def see(name: str, pixels: Pixels, size: int, patch: int, label: str | None = None) -> Seen:
-    """Resizes the shorter side to about `size` pixels and both sides to whole patches; the shape is kept up to that."""
+    """Return an image with its shorter side of about `size` pixels and both sides of whole patches."""
     height, width = pixels.shape[1:]
-    scale = min(size / min(height, width), LONGEST * size / max(height, width))
+    scale = min(size / min(height, width), MAX_ASPECT * size / max(height, width))
     rows, columns = (max(1, round(side * scale / patch)) * patch for side in (height, width))
-    return Seen(name, pixels if (rows, columns) == (height, width) else _resized(pixels, rows, columns), label)
+    return Seen(name, pixels if (rows, columns) == (height, width) else _resize(pixels, rows, columns), label)
 
 
-def _resized(pixels: Pixels, height: int, width: int, box: Box | None = None) -> Pixels:
+def _resize(pixels: Pixels, height: int, width: int, box: Box | None = None) -> Pixels:
     bicubic = Image.Resampling.BICUBIC
     channels = (Image.fromarray(channel).resize((width, height), bicubic, box) for channel in pixels)
     return np.stack([np.asarray(channel) for channel in channels])
 
 
 def drawn_boxes(
-    seen: Seen, key: int, count: int, scale: tuple[float, float] = (0.05, 0.15), seed: int = 0
+    image: Seen, key: int, count: int, scale: tuple[float, float] = (0.05, 0.15), seed: int = 0
 ) -> list[Box]:
-    """Queries drawn as in training, a function of the key and the seed: `scale` is the area, of the image's."""
-    height, width = seen.pixels.shape[1:]
+    """Return query boxes drawn as in training by key and seed; `scale` is the range of their area, of the image's."""
+    height, width = image.pixels.shape[1:]
     draws = Draws(seed, 0, np.array([key], np.uint64))
-    (drawn,) = crop_boxes(draws, "query", count, np.array([[height, width]]), scale, (3 / 4, 4 / 3))
-    return [(x / width, y / height, (x + w) / width, (y + h) / height) for y, x, h, w in drawn.tolist()]
+    (boxes,) = crop_boxes(draws, "query", count, np.array([[height, width]]), scale, (3 / 4, 4 / 3))
+    return [(x / width, y / height, (x + w) / width, (y + h) / height) for y, x, h, w in boxes.tolist()]
 
 
-def normalised(weights: Weights, pixels: Pixels) -> Tensor:
-    """uint8 ...×C×height×width -> what the backbone takes, where it is."""
+def network_input(weights: Weights, pixels: Pixels) -> Tensor:
+    """Return normalized images of uint8 pixels, ...×C×height×width, on the device of the network."""
     device = weights.vit.pos_embed.device
-    mean, std = (torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (weights.mean, weights.std))
-    return (torch.from_numpy(np.ascontiguousarray(pixels)).to(device).float() / 255 - mean) / std
+    return normalizer(weights, device)(send(pixels, device))
 
 
 @torch.no_grad()
-def read(weights: Weights, seen: Seen) -> Memory:
-    return weights.vit.read(normalised(weights, seen.pixels[None]))
+def read(weights: Weights, image: Seen) -> Memory:
+    """Return what queries of an image attend to."""
+    return weights.vit.read(network_input(weights, image.pixels[None]))
 
 
 @torch.no_grad()
-def features(weights: Weights, seen: Seen, block: int = -1) -> Tensor:
-    """N×D, the patches after a block and the last norm, float32 on the CPU."""
-    (tokens,) = weights.vit.intermediate(normalised(weights, seen.pixels[None]), [block])
+def features(weights: Weights, image: Seen, block: int = -1) -> Tensor:
+    """Return the patch features after a block and the last norm, N×D float32 on the CPU."""
+    (tokens,) = weights.vit.intermediate(network_input(weights, image.pixels[None]), [block])
     return tokens.patches[0].float().cpu()
 
 
@@ -102,92 +105,96 @@ def features(weights: Weights, seen: Seen, block: int = -1) -> Tensor:
 
 @torch.no_grad()
 def gaze(
-    weights: Weights, seen: Seen, memory: Memory, crops: Pixels | None = None, block: int = -1
+    weights: Weights, image: Seen, memory: Memory, crops: Pixels | None = None, block: int = -1
 ) -> tuple[Floats, Tensor]:
-    """(maps, (1+H)×Q×rows×columns: the mean of the heads, then each; the answers, Q×D), of crops or of `[CLS]`."""
-    queries = None if crops is None else normalised(weights, crops).unsqueeze(0)
+    """Return the attention maps, (1+H)×Q×rows×columns, and the answers, Q×D, of query crops or of `[CLS]`.
+
+    The first map is the mean of the heads, the others are those of each.
+    """
+    queries = None if crops is None else network_input(weights, crops).unsqueeze(0)
     attention, answers = weights.vit.gaze(memory, queries, block)
-    maps = over_patches(attention, weights.vit.num_prefix, seen.grid(weights.vit))
+    maps = patch_attention(attention, weights.vit.num_prefix, image.grid(weights.vit))
     return maps[0].cpu().numpy(), answers[0].float().cpu()
 
 
-def over_patches(attention: Tensor, num_prefix: int, grid: Grid) -> Tensor:
-    """B×H×Q×T attention -> B×(1+H)×Q×rows×columns, first the mean of the heads; each map has the mean 1.
+def patch_attention(attention: Tensor, num_prefix: int, grid: Grid) -> Tensor:
+    """Return the attention to patches, B×H×Q×T -> B×(1+H)×Q×rows×columns, the mean of the heads first.
 
-    So a number says how many times as much a patch is attended to as if all patches were attended to alike.
+    Each map has the mean 1: a number says how many times as much a patch gets as under uniform attention.
     """
     patches = attention[..., num_prefix : num_prefix + grid[0] * grid[1]]
     maps = torch.cat([patches.mean(dim=1, keepdim=True), patches], dim=1)
-    even = maps / maps.mean(dim=-1, keepdim=True).clamp(min=1e-20)
-    return even.view(*even.shape[:-1], *grid)
+    scaled = maps / maps.mean(dim=-1, keepdim=True).clamp(min=1e-20)
+    return scaled.view(*scaled.shape[:-1], *grid)
 
 
-def heaviest(values: Floats, share: float) -> NDArray[np.bool_]:
-    """The fewest patches that together hold a share of the map, as DINO shows attention."""
+def top_mass(values: Floats, share: float) -> NDArray[np.bool_]:
+    """Return a mask of the fewest patches that together hold a share of the map, as DINO shows attention."""
     flat = values.ravel()
     order = np.argsort(-flat, kind="stable")
     before = np.cumsum(flat[order], dtype=np.float64) - flat[order]
-    kept = np.zeros(flat.size, np.bool_)
-    kept[order] = before < share * flat.sum(dtype=np.float64)
-    return kept.reshape(values.shape)
+    mask = np.zeros(flat.size, np.bool_)
+    mask[order] = before < share * flat.sum(dtype=np.float64)
+    return mask.reshape(values.shape)
 
 
-def enlarged(values: Floats, height: int, width: int) -> Floats:
-    """A map of patches as one of pixels: cubic in between, the middle of a patch where it is in the image."""
-    found = Image.fromarray(values.astype(np.float32)).resize((width, height), Image.Resampling.BICUBIC)
-    return np.asarray(found, np.float32).clip(values.min(), values.max())
+def enlarge(values: Floats, height: int, width: int) -> Floats:
+    """Return a map of patches as one of pixels, bicubic; the middle of a patch stays where it is in the image."""
+    pixels = Image.fromarray(values.astype(np.float32)).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(pixels, np.float32).clip(values.min(), values.max())
 
 
-# -- what is alike --
+# -- similarity --
 
 
 def similarity(one: Tensor, many: Tensor) -> Tensor:
-    """...×D and N×D -> ...×N cosines."""
+    """Return the cosines of ...×D and N×D features, ...×N."""
     return F.normalize(one, dim=-1) @ F.normalize(many, dim=-1).T
 
 
 class Matches(NamedTuple):
-    """Pairs of patches, each the other's nearest, the most alike first."""
+    """Pairs of patches, each the other's nearest neighbor, the most similar first."""
 
-    first: Ints  # place in the grid of the first image, row by row
+    first: Ints  # index in the grid of the first image, row by row
     second: Ints
     cosine: Floats
 
 
-def mutual(first: Tensor, second: Tensor) -> Matches:
-    """N×D and M×D features -> the mutual nearest neighbours by cosine; at most a chunk times M numbers at once."""
-    there, cosine = _nearest(first, second)
-    back, _ = _nearest(second, first)
-    here = torch.arange(len(first))
-    both = back[there] == here
-    order = cosine[both].argsort(descending=True, stable=True)
-    return Matches(here[both][order].numpy(), there[both][order].numpy(), cosine[both][order].numpy())
+def mutual_neighbors(first: Tensor, second: Tensor) -> Matches:
+    """Return the mutual nearest neighbors by cosine of N×D and M×D features; at most CHUNK×M numbers at once."""
+    forward, cosine = _nearest(first, second)
+    backward, _ = _nearest(second, first)
+    indices = torch.arange(len(first))
+    mutual = backward[forward] == indices
+    order = cosine[mutual].argsort(descending=True, stable=True)
+    return Matches(indices[mutual][order].numpy(), forward[mutual][order].numpy(), cosine[mutual][order].numpy())
 
 
 def _nearest(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the second each of the first is nearest to, and their cosine."""
-    found = [similarity(part, second).max(dim=1) for part in torch.split(first, CHUNK)]
-    return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])
+    """Return which of the second each of the first is nearest to, and their cosine."""
+    parts = [similarity(part, second).max(dim=1) for part in torch.split(first, CHUNK)]
+    return torch.cat([best.indices for best in parts]), torch.cat([best.values for best in parts])
 
 
-def centres(grid: Grid) -> Floats:
-    """N×2: (x, y) of the middle of each patch as shares of the width and the height."""
+def patch_centers(grid: Grid) -> Floats:
+    """Return N×2: (x, y) of the center of each patch as shares of the width and the height."""
     y, x = np.meshgrid(*((np.arange(n) + 0.5) / n for n in grid), indexing="ij")
     return np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float32)
 
 
 def flow(matches: Matches, first: Grid, second: Grid) -> Floats:
-    """rows×columns×2: for each patch of the first image, where in the second it is.
+    """Return rows×columns×2: for each patch of the first image, its position in the second.
 
-    The shift of each patch is the mean of those of the matches, weighed by likeness and by nearness in the first image
-    (a Gaussian of 8 % of its sides), so that one false match among right ones does little.
+    The shift of each patch is the mean of those of the matches, weighted by their cosine and by their distance in the
+    first image (a Gaussian of 8 % of its sides), so that one false match among right ones does little.
     """
-    here, there = centres(first), centres(second)
-    shift = there[matches.second] - here[matches.first]
-    away = ((here[:, None] - here[None, matches.first]) ** 2).sum(axis=-1)
-    weight = np.maximum(matches.cosine, 1e-3) * (np.exp(-away / (2 * NEAR**2)) + 1e-6)  # far from all: the mean of all
-    found = here + (weight @ shift) / weight.sum(axis=1, keepdims=True)
-    return np.asarray(found.reshape(*first, 2), np.float32)
+    centers = patch_centers(first)
+    shift = patch_centers(second)[matches.second] - centers[matches.first]
+    distance = ((centers[:, None] - centers[None, matches.first]) ** 2).sum(axis=-1)  # squared
+    nearness = np.exp(-distance / (2 * FLOW_SIGMA**2)) + 1e-6  # far from all matches, the mean of all counts
+    weight = np.maximum(matches.cosine, 1e-3) * nearness
+    positions = centers + (weight @ shift) / weight.sum(axis=1, keepdims=True)
+    return np.asarray(positions.reshape(*first, 2), np.float32)
 
 
 # -- principal components --
@@ -195,7 +202,7 @@ def flow(matches: Matches, first: Grid, second: Grid) -> Floats:
 
 @dataclass(frozen=True)
 class Basis:
-    """Directions in which features vary most, and the range of each that is drawn."""
+    """The directions in which features vary most, and the range of each that is drawn."""
 
     mean: Tensor  # D
     directions: Tensor  # 3×D, float64
@@ -204,36 +211,36 @@ class Basis:
     explained: Floats  # share of the variance of each
 
     def project(self, features: Tensor) -> Tensor:
+        """Return the components of features, N×D -> N×3."""
         return (features.double() - self.mean) @ self.directions.T
 
     def colours(self, features: Tensor) -> Floats:
-        """N×D -> N×3 in [0, 1]: red, green and blue are the three directions."""
+        """Return N×3 colors in [0, 1] of N×D features: red, green and blue are the three directions."""
         span = np.maximum(self.high - self.low, 1e-12)
-        found = ((self.project(features).numpy() - self.low) / span).clip(0, 1)
-        return np.asarray(found, np.float32)
+        return np.asarray(((self.project(features).numpy() - self.low) / span).clip(0, 1), np.float32)
 
     def aligned(self, features: Tensor, before: Floats) -> Basis:
-        """The same directions in the order and with the signs that come nearest to colours these features had, N×3.
+        """Return the same directions in the order and with the signs nearest to earlier colors of these features, N×3.
 
         Which of two directions that vary alike is the first, and which way it points, is chance from one basis to the
-        next; the colours of one and the same image would jump with it.
+        next; the colors of one and the same image would jump with it.
         """
-        drawn, wanted = self.project(features).numpy(), before.astype(np.float64)
-        here, there = ((x - x.mean(axis=0)) / np.maximum(x.std(axis=0), 1e-12) for x in (drawn, wanted))
-        likeness, places = here.T @ there, np.arange(len(self.directions))
-        orders = [list(order) for order in permutations(range(len(places)))]
-        order = max(orders, key=lambda order: float(np.abs(likeness[order, places]).sum()))
-        signs = np.where(likeness[order, places] < 0, -1.0, 1.0)
+        values = self.project(features).numpy(), before.astype(np.float64)
+        now, earlier = ((x - x.mean(axis=0)) / np.maximum(x.std(axis=0), 1e-12) for x in values)
+        correlation, columns = now.T @ earlier, np.arange(len(self.directions))
+        orders = [list(order) for order in permutations(range(len(columns)))]
+        order = max(orders, key=lambda order: float(np.abs(correlation[order, columns]).sum()))
+        signs = np.where(correlation[order, columns] < 0, -1.0, 1.0)
         ends = np.sort(np.stack([self.low, self.high])[:, order] * signs, axis=0)
         directions = self.directions[order] * torch.from_numpy(signs)[:, None]
         return Basis(self.mean, directions, ends[0], ends[1], self.explained[order])
 
 
 def basis(features: Tensor, count: int = 3) -> Basis:
-    """Principal components of n×D features, whatever their order.
+    """Return the principal components of n×D features, independent of their order.
 
-    A direction and its opposite are equally good: the one whose largest number is positive is taken. What lies
-    outside the middle 98 % of the projections is drawn as the end of the range.
+    A direction and its opposite are equally good: the one whose largest number is positive is taken. Projections
+    outside the middle 98 % are drawn as the end of the range.
     """
     x = features.double()
     mean = x.mean(dim=0)
@@ -246,8 +253,8 @@ def basis(features: Tensor, count: int = 3) -> Basis:
     return Basis(mean, directions, low, high, explained.float().numpy())
 
 
-def split(values: NDArray[np.float64]) -> float:
-    """Otsu's threshold: what parts numbers into two groups that each vary least."""
+def otsu_threshold(values: NDArray[np.float64]) -> float:
+    """Return Otsu's threshold, which splits numbers into two groups that each vary least."""
     numbers = np.sort(values)
     below = np.arange(1, len(numbers))
     sums = np.cumsum(numbers)
@@ -255,14 +262,14 @@ def split(values: NDArray[np.float64]) -> float:
     between = below * (len(numbers) - below) * (means[0] - means[1]) ** 2
     if not len(between):
         return float(numbers[0])
-    place = int(between.argmax())
-    return float(numbers[place] + numbers[place + 1]) / 2
+    best = int(between.argmax())
+    return float(numbers[best] + numbers[best + 1]) / 2
 
 
 def foreground(features: Tensor, attention: Floats) -> NDArray[np.bool_]:
-    """Which patches are things: the first direction is split in two, and things are what `[CLS]` looks at more."""
+    """Return a mask of foreground patches: of the two sides of the first direction, the one `[CLS]` attends to more."""
     first = basis(features, 1).project(features)[:, 0].numpy()
-    upper = first > split(first)
+    upper = first > otsu_threshold(first)
     if upper.all() or not upper.any():
         return np.ones_like(upper)
     return upper if attention[upper].mean() >= attention[~upper].mean() else ~upper

@@ -1,8 +1,7 @@
-"""Features of any images: a vector for each, as Parquet, or a map of its patches. Stopped, the same command goes on.
+"""Features of any images: a vector for each, as Parquet, or a map of its patches. A stopped command can be resumed.
 
-What an image becomes hangs on the image alone, not on threads, batches or neighbours, but for the rounding of matrix
-products, which are cut up by how much there is of them: 1e-5 of a vector's length in float32, a cosine of 0.9999 in
-bfloat16.
+The features of an image depend on the image alone, not on threads, batches or other images, but for the rounding of
+matrix products, which depends on their size: 1e-5 of a vector's length in float32, a cosine of 0.9999 in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,24 +29,34 @@ from adclr.data.sources import Source
 from adclr.data.stamps import Check
 from adclr.features.embedded import Format, PartStamps
 from adclr.features.parts import Parts
-from adclr.features.reader import Alike, Batch, Framing, Images, centre, whole
+from adclr.features.reader import (
+    Batch,
+    Framing,
+    ImageReader,
+    SameSize,
+    center_crop,
+    normalizer,
+    split_batches,
+    whole_image,
+)
 from adclr.model.vit import Input, Tokens
 from adclr.system import machine
 from adclr.system.devices import autocast_dtype, choose
 from adclr.system.files import check_writable
 from adclr.system.progress import Line
 from adclr.system.runs import provenance
-from adclr.weights.backbone import Weights, fingerprint, load_weights
+from adclr.weights.backbone import Weights, load_weights
 
-MOST_TOKENS = (
-    2**17
-)  # that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
+# tokens that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
+MAX_TOKENS = 2**17
 PART_ROWS, PART_BYTES = 8192, 2**28  # of a part: vectors, patch maps
-OWN_SIDE = 1024  # pixels that an image of its own size is taken to have, where its part is planned
-AHEAD = 3  # batches that wait to be written
+ASSUMED_SIDE = 1024  # pixels of images that keep their size, for the size of a part
+MAX_PENDING = 3  # batches that wait to be written
 
 
 class Settings(Section):
+    """Settings of `adclr embed`."""
+
     vector: Literal["cls", "mean_patch", "both"] = Field(
         "cls", description="[CLS], the mean of the patches, or one behind the other"
     )
@@ -92,7 +101,7 @@ def embed(
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """`embed("runs/photos", "photos/", out="features.parquet", vector="both")`: what was written, and how much."""
+    """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
     return run(str(weights), str(images), Path(out), dense, sections.build(Settings, settings), partial, overwrite)
 
 
@@ -105,6 +114,7 @@ def run(
     partial: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
+    """Write the features of images, or the parts of them that are missing; return what the JSON file says of them."""
     if machine.num_processes() > 1:
         raise UserError("features are made by one process; leave out torchrun")
     kind: Format = settings.format if dense else "parquet"
@@ -117,46 +127,54 @@ def run(
     if out.suffix != ".parquet":
         collection.check_apart(out, source)
     device = choose(settings.device)
-    found = load_weights(weights, partial)
-    network = Network(found, settings, dense, device)
-    size, facts = network.part_size(), network.facts() | {"images": _order_of(source)}
-    now = PartStamps.of(stamps.take(source, settings.check, settings.num_workers), size, settings.check)
-    parts = Parts(out, kind, len(source), size, facts, now, overwrite)
+    loaded = load_weights(weights, partial)
+    network = Network(loaded, settings, dense, device)
+    size, facts = network.part_size(), network.facts() | {"images": _hash_order(source)}
+    part_stamps = PartStamps.of(stamps.take(source, settings.check, settings.num_workers), size, settings.check)
+    parts = Parts(out, kind, len(source), size, facts, part_stamps, overwrite)
     about = parts.finished()
     if about is not None:
         print(f"{out} is finished: {about['rows']} images")
         return about
     if parts.renewed:
-        print(f"images of {len(parts.renewed)} of {len(now.newest)} parts of {out} have changed; these are made again")
+        changed = f"{len(parts.renewed)} of {len(part_stamps.newest)} parts of {out}"
+        print(f"images of {changed} have changed; these are made again")
     with parts.open():
-        workers, by_gpu = settings.num_workers, settings.gpu_decoding
-        reader = Images(source, found.decoder, network.framing, device, workers, gpu_decoding=by_gpu)
+        reader = ImageReader(
+            source,
+            loaded.decoder,
+            network.framing,
+            device,
+            settings.num_workers,
+            gpu_decoding=settings.gpu_decoding,
+        )
         started = time.monotonic()
-        made = fill(parts, reader, network, settings.batch_size)
+        num_images = fill(parts, reader, network, settings.batch_size)
         seconds = time.monotonic() - started
-        sums = {"dim": network.dim, "seconds": seconds, "images_per_second": made / seconds if made else None}
-        about = parts.finish(sums | {"source": images, "weights_from": weights, "provenance": provenance()})
+        rate = num_images / seconds
+        totals = {"dim": network.dim, "seconds": seconds, "images_per_second": rate if num_images else None}
+        about = parts.finish(totals | {"source": images, "weights_from": weights, "provenance": provenance()})
     if about["unreadable"]:
         print(f"{about['unreadable']} images could not be read and were left out: {parts.unreadable} lists them")
-    print(f"{about['rows']} images, {made / seconds:.0f} a second: {out}")
+    print(f"{about['rows']} images, {rate:.0f} a second: {out}")
     return about
 
 
-def _order_of(source: Source) -> str:
-    """A hash of the images in their order, since parts are runs of it."""
+def _hash_order(source: Source) -> str:
+    """Return a hash of the images in their order, since parts are runs of it."""
     return blake2b(source.keys.tobytes(), digest_size=16).hexdigest()
 
 
-class Made(NamedTuple):
-    """Features of images of one size, on their way to the host."""
+class SizeFeatures(NamedTuple):
+    """Features of images of one size."""
 
     indices: NDArray[np.int64]
     values: Tensor  # n×D or n×height×width×D
-    finite: Tensor  # whether all of them are
+    finite: Tensor  # whether all values are
 
 
 class Network:
-    """`network(groups)`: the features of images of several sizes, by one pass where they are few."""
+    """A network and what is computed with it: `network(groups)` returns features of images of several sizes."""
 
     def __init__(self, weights: Weights, settings: Settings, dense: bool, device: torch.device) -> None:
         self.weights, self.settings, self.dense, self.device = weights, settings, dense, device
@@ -165,77 +183,77 @@ class Network:
         self.autocast = autocast_dtype(settings.precision, device)
         self.dtype = getattr(torch, settings.dtype or ("float16" if dense else "float32"))
         self.dim = self.vit.dim * (2 if settings.vector == "both" and not dense else 1)
-        self.mean = torch.tensor(weights.mean, device=device).view(-1, 1, 1)
-        self.std = torch.tensor(weights.std, device=device).view(-1, 1, 1)
+        self.normalize = normalizer(weights, device)
 
     def _framing(self) -> Framing:
         settings, patch = self.settings, self.vit.patch_size
         size = self.vit.input_size if settings.size == "input" else settings.size
-        how = settings.framing
-        if how == "auto":
-            how = "whole" if self.dense or size is None else "crop"
-        if how == "whole":
-            return whole(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
+        framing = settings.framing
+        if framing == "auto":
+            framing = "whole" if self.dense or size is None else "crop"
+        if framing == "whole":
+            return whole_image(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
         if size is None:
             raise UserError("framing=crop cuts out a size, and size=null is none; set one of them otherwise")
-        both = size if isinstance(size, tuple) else (size, size)
-        if any(side % patch for side in both):
-            near = max(patch, round(both[0] / patch) * patch)
+        sides = size if isinstance(size, tuple) else (size, size)
+        if any(side % patch for side in sides):
+            nearest = max(patch, round(sides[0] / patch) * patch)
             raise UserError(
-                f"size={settings.size} is not divisible by these weights' patches of {patch}; set size={near}"
+                f"size={settings.size} is not divisible by these weights' patches of {patch}; set size={nearest}"
             )
-        return centre(both)
+        return center_crop(sides)
 
     def part_size(self) -> int:
+        """Return how many images a part has."""
         if self.settings.part_size:
             return self.settings.part_size
         if not self.dense:
             return PART_ROWS
-        side = min(self.vit.input_size) if self.settings.size == "input" else self.settings.size or OWN_SIDE
-        each = (side / self.vit.patch_size) ** 2 * self.vit.dim * self.dtype.itemsize
-        return int(min(PART_ROWS, max(1, PART_BYTES // each)))
+        side = min(self.vit.input_size) if self.settings.size == "input" else self.settings.size or ASSUMED_SIDE
+        map_bytes = (side / self.vit.patch_size) ** 2 * self.vit.dim * self.dtype.itemsize
+        return int(min(PART_ROWS, max(1, PART_BYTES // map_bytes)))
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same where an embedding is gone on with."""
-        free = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check"}
-        return self.settings.model_dump(mode="json", exclude=free) | {
+        """Return what must be the same where an embedding is resumed."""
+        changeable = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check"}
+        return self.settings.model_dump(mode="json", exclude=changeable) | {
             "dense": self.dense,
             "part_size": self.part_size(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "precision": "float32" if self.autocast is None else "bfloat16",
-            "weights": fingerprint(self.weights),
+            "weights": self.weights.fingerprint(),
         }
 
     @torch.no_grad()
-    def __call__(self, groups: list[Alike]) -> list[Made]:
+    def __call__(self, groups: list[SameSize]) -> list[SizeFeatures]:
         patches = self.dense or self.settings.vector != "cls"
-        made = []
-        for some in self._portions(groups):
-            inputs = [Input((group.pixels.float() / 255 - self.mean) / self.std, patches=patches) for group in some]
+        features = []
+        for portion in self._portions(groups):
+            inputs = [Input(self.normalize(group.pixels), patches=patches) for group in portion]
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                 tokens = self.vit.forward_many(inputs)
-            for group, found in zip(some, tokens, strict=True):
-                values = self._values(found, group.pixels.shape[2:])
-                made.append(Made(group.indices, values, values.isfinite().all()))
-        return made
+            for group, group_tokens in zip(portion, tokens, strict=True):
+                values = self._values(group_tokens, group.pixels.shape[2:])
+                features.append(SizeFeatures(group.indices, values, values.isfinite().all()))
+        return features
 
-    def _portions(self, groups: list[Alike]) -> Iterator[list[Alike]]:
-        """Groups, cut where they must be, that are at most `MOST_TOKENS` together."""
-        some: list[Alike] = []
-        room = MOST_TOKENS
+    def _portions(self, groups: list[SameSize]) -> Iterator[list[SameSize]]:
+        """Yield groups, split where necessary, of at most `MAX_TOKENS` together."""
+        portion: list[SameSize] = []
+        free = MAX_TOKENS
         for group in groups:
             height, width = self.vit.grid_of(*group.pixels.shape[2:])
-            each = self.vit.num_prefix + height * width
+            num_tokens = self.vit.num_prefix + height * width
             start = 0
             while start < len(group.indices):
-                if some and room < each:
-                    yield some
-                    some, room = [], MOST_TOKENS
-                count = min(len(group.indices) - start, max(1, room // each))
-                some.append(Alike(group.indices[start : start + count], group.pixels[start : start + count]))
-                start, room = start + count, room - count * each
-        if some:
-            yield some
+                if portion and free < num_tokens:
+                    yield portion
+                    portion, free = [], MAX_TOKENS
+                count = min(len(group.indices) - start, max(1, free // num_tokens))
+                portion.append(SameSize(group.indices[start : start + count], group.pixels[start : start + count]))
+                start, free = start + count, free - count * num_tokens
+        if portion:
+            yield portion
 
     def _values(self, tokens: Tokens, size: torch.Size) -> Tensor:
         if self.dense:
@@ -248,27 +266,29 @@ class Network:
                 values = torch.cat([tokens.cls.float(), values], dim=-1)
         if self.settings.normalize:
             values = F.normalize(values, dim=-1)
-        kept: Tensor = values.to(self.dtype)
-        return kept
+        features: Tensor = values.to(self.dtype)
+        return features
 
 
 class Part:
-    """The rows of a part, until all are there; by one thread, which waits for the GPU while others do not."""
+    """The rows of a part until it is complete; used by one thread, which waits for the GPU so that others need not."""
 
     def __init__(self, parts: Parts, source: Source) -> None:
         self.parts, self.source = parts, source
         self.rows: dict[int, NDArray[Any]] = {}
         self.unreadable: dict[int, str] = {}
 
-    def add(self, number: int, made: list[Made], ready: torch.cuda.Event | None, unreadable: dict[int, str]) -> None:
-        """Takes note of a batch; with its last, the part is written."""
+    def add(
+        self, number: int, features: list[SizeFeatures], ready: torch.cuda.Event | None, unreadable: dict[int, str]
+    ) -> None:
+        """Add a batch; with its last batch the part is written."""
         if ready is not None:
             ready.synchronize()
-        for indices, values, finite in made:
+        for indices, values, finite in features:
             if not finite:
-                where, dtype = self.source.paths[int(indices[0])], str(values.dtype).removeprefix("torch.")
+                path, dtype = self.source.paths[int(indices[0])], str(values.dtype).removeprefix("torch.")
                 raise UserError(
-                    f"features of {where}, or of an image after it, are not finite or too large for dtype={dtype}; "
+                    f"features of {path}, or of an image after it, are not finite or too large for dtype={dtype}; "
                     "set dtype=float32, or use other weights"
                 )
             self.rows |= dict(zip(indices.tolist(), values.numpy(), strict=True))
@@ -280,30 +300,26 @@ class Part:
             self.rows, self.unreadable = {}, {}
 
 
-def fill(parts: Parts, images: Images, network: Network, batch_size: int, show: bool = True) -> int:
-    """Makes the parts that are missing; of how many images."""
+def fill(parts: Parts, reader: ImageReader, network: Network, batch_size: int, show: bool = True) -> int:
+    """Write the parts that are missing; return how many images they have."""
     missing = parts.missing()
-    jobs = [
-        (number, part[i : i + batch_size])
-        for number in missing
-        for part in (parts.indices(number),)
-        for i in range(0, len(part), batch_size)
-    ]
+    jobs = [(number, batch) for number in missing for batch in split_batches(parts.indices(number), batch_size)]
     total = sum(len(indices) for _, indices in jobs)
-    before, started = parts.count - total, time.monotonic()
-    part, made, waiting = Part(parts, images.source), 0, deque[Future[None]]()
-    batches = images.batches(indices for _, indices in jobs)
+    num_before, started = parts.count - total, time.monotonic()
+    part, num_images, pending = Part(parts, reader.source), 0, deque[Future[None]]()
+    batches = reader.batches(indices for _, indices in jobs)
     writer = ThreadPoolExecutor(1, "write")
     try:
-        with Line("embed", parts.count, before, show) as line:
+        with Line("embed", parts.count, num_before, show) as line:
             for (number, indices), batch in zip(jobs, batches, strict=True):
-                waiting.append(writer.submit(part.add, number, *_landed(network, batch), batch.unreadable))
-                if len(waiting) > AHEAD:
-                    waiting.popleft().result()
-                made += len(indices)
-                line.move(before + made, f"{made / (time.monotonic() - started):.0f} images/s")
-            while waiting:
-                waiting.popleft().result()
+                pending.append(writer.submit(part.add, number, *_features_on_host(network, batch), batch.unreadable))
+                if len(pending) > MAX_PENDING:
+                    pending.popleft().result()
+                num_images += len(indices)
+                rate = num_images / (time.monotonic() - started)
+                line.move(num_before + num_images, f"{rate:.0f} images/s")
+            while pending:
+                pending.popleft().result()
     except torch.OutOfMemoryError:
         raise UserError(
             f"{batch_size} images at once do not fit into the GPU's memory; set batch_size={max(1, batch_size // 2)}"
@@ -311,17 +327,17 @@ def fill(parts: Parts, images: Images, network: Network, batch_size: int, show: 
     finally:
         batches.close()
         writer.shutdown(wait=True, cancel_futures=True)
-    return made
+    return num_images
 
 
-def _landed(network: Network, batch: Batch) -> tuple[list[Made], torch.cuda.Event | None]:
-    """Features on the host as soon as the event has come; the thread that launches the network does not wait."""
-    made = network(batch.groups)
+def _features_on_host(network: Network, batch: Batch) -> tuple[list[SizeFeatures], torch.cuda.Event | None]:
+    """Return features that are on the host once the event has occurred; the thread that launches it does not wait."""
+    features = network(batch.groups)
     if network.device.type != "cuda":
-        return made, None
+        return features, None
 
-    def host(there: Tensor) -> Tensor:
-        return torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+    def to_host(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-    landed = [Made(indices, host(values), host(finite)) for indices, values, finite in made]
-    return landed, torch.cuda.current_stream(network.device).record_event()
+    on_host = [SizeFeatures(indices, to_host(values), to_host(finite)) for indices, values, finite in features]
+    return on_host, torch.cuda.current_stream(network.device).record_event()

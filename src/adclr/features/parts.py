@@ -1,17 +1,16 @@
-"""Features on disk, part by part, so that an embedding that was stopped goes on, repeats no row and loses none.
+"""Features on disk, part by part, so that a stopped embedding can be resumed without repeating or losing a row.
 
-A part is the rows of a run of so many images. Its file is written first, its record last, each whole or not at all; a
-part without a record is made again. Names with an underscore are passed over by programs that read a folder as one
-table:
+A part is the rows of a run of so many images. Its file is written first, its record last, each atomically; a part
+without a record is written again. Names with an underscore are ignored by programs that read a folder as one table:
 
     FOLDER/part-000000.{parquet, safetensors, npy}  the rows
-    FOLDER/_done/000000.json                        what became of the images of a part, until all are done
+    FOLDER/_done/000000.json                        the record of a part, until all are done
     FOLDER/_embed.json                              what was embedded and how, with the stamps of each part
-    FOLDER/_unreadable.jsonl                        what could not be, and why
-    FOLDER/index.jsonl                              where the patch map of each image lies
+    FOLDER/_unreadable.jsonl                        the images that could not be read, and why
+    FOLDER/index.jsonl                              the file and the key of the patch map of each image
 
-For one file, FILE.parquet, the folder is FILE.parquet.parts, which goes away when the parts have been put together;
-FILE.parquet.json and FILE.parquet.unreadable.jsonl lie beside it. `embedded` says what an earlier embedding has left.
+For one file, FILE.parquet, the folder is FILE.parquet.parts, which is deleted when the parts have been joined;
+FILE.parquet.json and FILE.parquet.unreadable.jsonl are beside it. `embedded` reads the files of an earlier embedding.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Parts:
         count: int,
         size: int,
         facts: Facts,
-        stamps: PartStamps | None = None,  # None: whether images have changed since is not asked
+        stamps: PartStamps | None = None,  # None: images count as unchanged
         overwrite: bool = False,
     ) -> None:
         self.out, self.kind, self.count, self.size, self.facts = out, kind, count, size, dict(facts)
@@ -63,7 +62,7 @@ class Parts:
 
     @staticmethod
     def check(out: Path, kind: Format) -> None:
-        """What can be refused before any image is looked for."""
+        """Refuse a combination of file name and format, before images are searched for."""
         if kind == "parquet":
             check_installed("pyarrow", "embed", "writing Parquet files")
         if out.suffix == ".parquet" and kind != "parquet":
@@ -73,22 +72,22 @@ class Parts:
         if out.suffix != ".parquet" and os.path.isfile(out):
             raise UserError(f"{out} is a file; give the name of a folder, or of a .parquet file")
 
-    # -- what is there --
+    # -- earlier files --
 
     def finished(self) -> dict[str, Any] | None:
-        """What was said at the end, if the end was reached and no image has changed since; None if there is work.
+        """Return the description of the embedding if it is finished and no image has changed since, else None.
 
-        Whatever is there and does not belong here is refused.
+        Files of another origin or of another embedding are refused.
         """
         embedded.check_files(self.layout, self.overwrite)
         about = embedded.finished(self.layout, self.facts, self.overwrite)
         self.renewed = [] if about is None else self._changed(about)
         if about is None or self.renewed:
             return None
-        shutil.rmtree(self.folder if self.single else self.done, ignore_errors=True)  # what a crash may have left
+        shutil.rmtree(self.folder if self.single else self.done, ignore_errors=True)  # leftovers of a crash
         if self.stamps is not None and "parts" in about:
             parts = [{**part, **digests} for part, digests in zip(about["parts"], self.stamps.digests, strict=True)]
-            if parts != about["parts"]:  # the contents are the same at other times
+            if parts != about["parts"]:  # the same contents with other times
                 about["parts"] = parts
                 write_json(self.layout.about, about)
         return about
@@ -97,26 +96,26 @@ class Parts:
         return [] if self.stamps is None else embedded.changed(self.layout, about, self.stamps)
 
     def _forget_changed(self) -> None:
-        """Deletes the records of parts whose images have changed since they were made."""
+        """Delete the records of parts whose images have changed since they were written."""
         if self.stamps is None:
             return
         for file in self.done.glob("*.json"):
             if not self.stamps.unchanged(int(file.stem), read_json(file), file.stat().st_mtime_ns):
                 file.unlink()
 
-    def _take_up(self, about: Facts) -> None:
-        """Makes records of the parts of a finished embedding that are still good, so that only the others are made."""
-        for number, group, record in embedded.good_parts(self.layout, about, but=self._changed(about)):
+    def _reuse(self, about: Facts) -> None:
+        """Write records of the valid parts of a finished embedding, so that only the others are embedded again."""
+        for number, group, record in embedded.valid_parts(self.layout, about, self._changed(about)):
             if self.layout.record(number).exists():
                 continue
             if self.single and record["rows"]:
-                take_out = partial(embedded.take_out, source=self.out, group=group)
-                whole_or_not(self.layout.part(number), take_out)
+                extract = partial(embedded.extract_group, source=self.out, group=group)
+                _write_atomically(self.layout.part(number), extract)
             write_json(self.layout.record(number), record)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The folder, for one process at a time, without what a crash left half-written."""
+        """Lock the folder for this process, and remove what a crash left half-written."""
         self.done.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "a", encoding="utf-8") as file:
             try:
@@ -131,44 +130,44 @@ class Parts:
             finally:
                 names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else {""}
                 if not any(self.done.glob("*.json")) and names <= {".lock", "_done", "_embed.json"}:
-                    shutil.rmtree(self.folder)  # nothing came of it
+                    shutil.rmtree(self.folder)  # no part was written
 
     def _begin(self) -> None:
-        """Takes up what an earlier start of the same embedding has left, or a finished one; else begins anew."""
-        for half in [*self.folder.glob(".*.tmp"), *self.done.glob(".*.tmp")]:
-            half.unlink()
+        """Resume an earlier start of the same embedding, reuse a finished one, or begin anew."""
+        for leftover in [*self.folder.glob(".*.tmp"), *self.done.glob(".*.tmp")]:
+            leftover.unlink()
         started = self.layout.started
-        other = embedded.difference(started, self.facts) if started.exists() else None
-        if other is not None and not self.overwrite:
-            raise UserError(f"{self.out} was made with {other}; {outputs.REMEDY}")
-        if other is not None:
+        difference = embedded.difference(started, self.facts) if started.exists() else None
+        if difference is not None and not self.overwrite:
+            raise UserError(f"{self.out} was made with {difference}; {outputs.REMEDY}")
+        if difference is not None:
             for record in self.done.glob("*.json"):
                 record.unlink()
         self._forget_changed()
         about = embedded.finished(self.layout, self.facts, self.overwrite)
         if about is not None:
-            self._take_up(about)
-        if other is not None or not started.exists() or (about is not None and started == self.layout.about):
+            self._reuse(about)
+        if difference is not None or not started.exists() or (about is not None and started == self.layout.about):
             write_json(started, self.facts | {"finished": False} | outputs.signature("embed"))
 
     def missing(self) -> list[int]:
-        """The parts that are yet to be made."""
+        """Return the parts that are yet to be written."""
         return [n for n in range(-(-self.count // self.size)) if not self.layout.record(n).exists()]
 
     def indices(self, number: int) -> NDArray[np.int64]:
-        """The images of a part."""
+        """Return the indices of the images of a part."""
         return np.arange(number * self.size, min((number + 1) * self.size, self.count))
 
-    # -- what comes to it --
+    # -- writing --
 
     def write(self, number: int, rows: Rows, unreadable: Mapping[str, str]) -> None:
-        """A part: rows in the order of the images, and why the others are missing."""
+        """Write a part: rows in the order of the images, and why the others are missing."""
         name = self.layout.part(number).name
         record: dict[str, Any] = {"file": name if rows else None, "rows": len(rows), "unreadable": dict(unreadable)}
         record |= {} if self.stamps is None else self.stamps.digests[number]
         if rows:
             write = {"parquet": self._write_parquet, "safetensors": _write_safetensors, "npy": _write_npy}[self.kind]
-            record["maps"] = whole_or_not(self.folder / name, lambda path: write(path, rows))
+            record["maps"] = _write_atomically(self.folder / name, lambda path: write(path, rows))
         write_json(self.layout.record(number), record)
 
     def _write_parquet(self, path: Path, rows: Rows) -> list[Any]:
@@ -178,17 +177,13 @@ class Parts:
         values = np.stack([value for _, value in rows])
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
         table = pa.table({"path": [as_utf8(name) for name, _ in rows], "vector": vectors})
-        told = table.replace_schema_metadata({"adclr": json.dumps(self.facts)} | outputs.signature("embed"))
-        parquet.write_table(told, path, use_dictionary=False, compression="none")  # neither would make it smaller
+        signed = table.replace_schema_metadata({"adclr": json.dumps(self.facts)} | outputs.signature("embed"))
+        parquet.write_table(signed, path, use_dictionary=False, compression="none")  # neither makes it smaller
         return []
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        for file in sorted(self.done.glob("*.json")):
-            yield read_json(file)
-
     def finish(self, more: Facts) -> dict[str, Any]:
-        """Puts together what is one thing in the end, and sums up."""
-        records = list(self.records())
+        """Join the parts of a single file, write the description of the embedding and return it."""
+        records = [read_json(file) for file in sorted(self.done.glob("*.json"))]
         rows = sum(record["rows"] for record in records)
         unreadable = [
             {"path": as_utf8(path), "reason": reason, "part": number}
@@ -196,7 +191,7 @@ class Parts:
             for path, reason in record["unreadable"].items()
         ]
         if not rows:
-            shutil.rmtree(self.done)  # and `open` what is left, if nothing is
+            shutil.rmtree(self.done)  # `open` then deletes the folder
             reason = unreadable[0]["reason"]
             raise UserError(f"none of the {self.count} images can be read, the first for this: {reason}")
         if unreadable:
@@ -204,7 +199,7 @@ class Parts:
         else:
             self.unreadable.unlink(missing_ok=True)
         parts = [{key: record[key] for key in ("rows", *STAMPS) if key in record} for record in records]
-        if self.stamps is not None:  # by content a part may be the same at other times
+        if self.stamps is not None:  # by content a part may be the same with other times
             parts = [{**part, **digests} for part, digests in zip(parts, self.stamps.digests, strict=True)]
         about = self.facts | {"finished": True, "rows": rows, "unreadable": len(unreadable), "parts": parts}
         about |= {**more, **outputs.signature("embed")}
@@ -213,20 +208,20 @@ class Parts:
             maps = ([record["file"], *row] for record in records for row in record.get("maps", ()))
             _write_lines(self.layout.index, (dict(zip(names, row, strict=True)) for row in maps))
         files = [self.folder / record["file"] for record in records if record["file"]]
-        if self.single:  # killed meanwhile, neither may be taken for the other's
+        if self.single:  # if it is killed meanwhile, old rows must not pass for new ones
             write_json(self.layout.about, about | {"finished": False})
-            whole_or_not(self.out, lambda path: _together(path, files))
+            _write_atomically(self.out, lambda path: _join(path, files))
         write_json(self.layout.about, about)
         if self.single:
             shutil.rmtree(self.folder)
         else:
-            self._remove_others(files)
+            self._remove_earlier(files)
             shutil.rmtree(self.done)
             (self.folder / ".lock").unlink(missing_ok=True)
         return about
 
-    def _remove_others(self, files: Sequence[Path]) -> None:
-        """Deletes the parts of an earlier embedding that this one does not have."""
+    def _remove_earlier(self, files: Sequence[Path]) -> None:
+        """Delete the parts of an earlier embedding that this one does not have."""
         for path in self.folder.iterdir():
             if re.fullmatch(r"part-\d{6}\.(parquet|safetensors|npy)", path.name) and path not in files:
                 path.unlink()
@@ -234,11 +229,11 @@ class Parts:
             self.layout.index.unlink(missing_ok=True)
 
 
-def whole_or_not(path: Path, write: Callable[[Path], Any]) -> Any:
-    """Writes beside, syncs, renames."""
+def _write_atomically(path: Path, write: Callable[[Path], Any]) -> Any:
+    """Write a temporary file, sync it and rename it; return what `write` returns."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        found = write(temporary)
+        result = write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -246,7 +241,7 @@ def whole_or_not(path: Path, write: Callable[[Path], Any]) -> Any:
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written ({error}); see to it, and the same command goes on") from None
-    return found
+    return result
 
 
 def _write_lines(path: Path, rows: Iterable[Facts]) -> None:
@@ -254,11 +249,11 @@ def _write_lines(path: Path, rows: Iterable[Facts]) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    whole_or_not(path, write)
+    _write_atomically(path, write)
 
 
 def _write_safetensors(path: Path, rows: Rows) -> list[Any]:
-    """One tensor, height×width×D, for each image, named by its number in the part."""
+    """Write one tensor, height×width×D, for each image, named by its number in the part."""
     from safetensors.numpy import save_file
 
     save_file({f"{number:06d}": np.ascontiguousarray(value) for number, (_, value) in enumerate(rows)}, path)
@@ -266,7 +261,7 @@ def _write_safetensors(path: Path, rows: Rows) -> list[Any]:
 
 
 def _write_npy(path: Path, rows: Rows) -> list[Any]:
-    """The patches of all images one behind the other; the key of an image is its first row."""
+    """Write the patches of all images one after the other; the key of an image is its first row."""
     counts = [value.shape[0] * value.shape[1] for _, value in rows]
     starts = (np.cumsum(counts) - counts).tolist()
     with open(path, "wb") as file:
@@ -274,8 +269,8 @@ def _write_npy(path: Path, rows: Rows) -> list[Any]:
     return [[as_utf8(name), start, *value.shape[:2]] for start, (name, value) in zip(starts, rows, strict=True)]
 
 
-def _together(path: Path, files: list[Path]) -> None:
-    """Parquet files as one, a part a row group, one in memory at a time."""
+def _join(path: Path, files: list[Path]) -> None:
+    """Join Parquet files into one, a row group for each, one in memory at a time."""
     from pyarrow import parquet
 
     with parquet.ParquetWriter(path, parquet.read_schema(files[0]), use_dictionary=False, compression="none") as writer:

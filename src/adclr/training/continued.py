@@ -30,7 +30,7 @@ from adclr.system.runs import Run
 from adclr.training.journal import Probe
 from adclr.training.schedules import Schedules
 from adclr.training.signals import Signals
-from adclr.weights.backbone import Weights, fingerprint, load_weights
+from adclr.weights.backbone import Weights, load_weights
 from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
@@ -95,7 +95,7 @@ def load_init(method: ADCLR, settings: Settings) -> str:
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)
-    return fingerprint(weights)
+    return weights.fingerprint()
 
 
 class ForgettingProbe:

@@ -1,6 +1,6 @@
-"""Weights of a backbone: safetensors and a JSON file that says what they are. `load` takes those of others too.
+"""Weights of a backbone: safetensors and a JSON file that describes them. `load` takes those of other programs too.
 
-A W, wherever one is asked for: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
+A W, wherever a command takes one: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
 MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME. docs/weights.md.
 """
 
@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,12 +29,12 @@ from adclr.system.files import write_atomically, write_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
 from adclr.weights import layouts, origins, snapshot
-from adclr.weights.origins import Given
-from adclr.weights.tensors import Report, cover, read_tensors
+from adclr.weights.origins import StoredWeights
+from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
 
 class Architecture(Section):
-    """What a backbone is: the arguments of `VisionTransformer` that its weights do not show on their own."""
+    """The architecture of a backbone: the arguments of `VisionTransformer`."""
 
     dim: Width = Field(384, description="width")
     depth: Annotated[int, Field(ge=1, le=1000)] = Field(12, description="blocks")
@@ -57,11 +56,12 @@ class Architecture(Section):
     )
 
     def build(self, drop_path: float = 0.0, mask_token: bool = False) -> VisionTransformer:
+        """Return a new network of this architecture."""
         return VisionTransformer(**self.model_dump(), drop_path=drop_path, mask_token=mask_token)
 
 
 class Description(Section):
-    """backbone.json"""
+    """The content of backbone.json."""
 
     architecture: Architecture = Architecture()
     mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
@@ -71,51 +71,52 @@ class Description(Section):
 
 @dataclass(frozen=True)
 class Weights:
-    """A backbone in eval mode and how its images are normalised."""
+    """A backbone in eval mode and how its images are normalized."""
 
     vit: VisionTransformer
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_value: float | None = None  # white in images of more than 8 bits
-    report: Report | None = None  # what became of the tensors of the file
+    report: Report | None = None  # of the tensors of the file
 
     @property
     def decoder(self) -> Decoder:
-        """How images are decoded for this backbone: as in its training, but never shrunk."""
+        """Return the decoder of images for this backbone: as in its training, but images are never shrunk."""
         return Decoder(num_channels=self.vit.num_channels, max_value=self.max_value)
+
+    def describe(self) -> Description:
+        """Return the content of backbone.json."""
+        shape = architecture_of(self.vit)
+        return Description(architecture=shape, mean=self.mean, std=self.std, max_value=self.max_value)
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that decides which features these weights give an image."""
+        vit = self.vit
+        rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
+        return fingerprint(vit.state_dict(), repr((rules, self.mean, self.std, self.max_value)))
 
 
 def architecture(settings: Settings) -> Architecture:
-    model, size = settings.model, settings.views.global_size
-    dim, depth, num_heads = model.shape
-    return Architecture(
-        dim=dim,
-        depth=depth,
-        num_heads=num_heads,
-        patch_size=model.patch_size,
-        input_size=(size, size),
-        num_registers=model.num_registers,
-        num_channels=model.num_channels,
-        layer_scale=model.layer_scale,
-        query_keys=model.query_keys,
-        position_resampling=model.position_resampling,
-        norm_eps=model.norm_eps,
-        query_read_only_blocks=model.query_read_only_blocks,
-    )
+    """Return the architecture that settings describe."""
+    (dim, depth, num_heads), size = settings.model.shape, settings.views.global_size
+    shape = {"dim": dim, "depth": depth, "num_heads": num_heads, "input_size": (size, size)}
+    rest = {name: getattr(settings.model, name) for name in Architecture.model_fields.keys() - shape.keys()}
+    return Architecture(**shape, **rest)
 
 
 def architecture_of(vit: VisionTransformer) -> Architecture:
-    """What a backbone that is there is; the inverse of `Architecture.build`."""
+    """Return the architecture of a backbone; the inverse of `Architecture.build`."""
     return Architecture(**{name: getattr(vit, name) for name in Architecture.model_fields})
 
 
 def describe(settings: Settings) -> Description:
+    """Return the description of the backbone that settings train."""
     data = settings.data
     return Description(architecture=architecture(settings), mean=data.mean, std=data.std, max_value=data.max_value)
 
 
 def create_backbone(name: str, **options: Any) -> VisionTransformer:
-    """A new ViT by name, such as `vit_small_patch16`; options are those of `VisionTransformer`."""
+    """Return a new ViT by name, such as `vit_small_patch16`; options are those of `VisionTransformer`."""
     match = re.fullmatch(r"vit_([a-z]+)_patch(4|8|14|16)", name)
     if not match or match[1] not in VIT_SIZES:
         raise UserError(
@@ -126,18 +127,19 @@ def create_backbone(name: str, **options: Any) -> VisionTransformer:
 
 
 def save_backbone(folder: Path, state: Mapping[str, Tensor], settings: Settings) -> None:
+    """Write backbone.safetensors and backbone.json of a run."""
     write_backbone(folder, state, describe(settings))
 
 
 def write_backbone(folder: Path, state: Mapping[str, Tensor], description: Description) -> None:
-    """backbone.safetensors and backbone.json; the mask token stays behind, nothing but pretraining needs it."""
+    """Write backbone.safetensors and backbone.json, without the mask token, which only pretraining needs."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.items() if name != "mask_token"}
     write_json(folder / "backbone.json", description.model_dump(mode="json"))
     write_atomically(folder / "backbone.safetensors", save(tensors))
 
 
 def load(weights: str | Path, partial: bool = False) -> VisionTransformer:
-    """The backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
+    """Return the backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
     return load_weights(weights, partial).vit
 
 
@@ -147,29 +149,29 @@ def load_weights(
     input_size: int | tuple[int, int] | None = None,
     show: bool = True,
 ) -> Weights:
-    """A W as a backbone and how its images are normalised.
+    """Return a W as a backbone and how its images are normalized.
 
-    Tensors that are missing, or that this ViT has no place for, are a refusal unless `partial`, with which the missing
-    are drawn anew; None is for commands that cannot be told so. With `input_size` (height and width) positions are
-    resampled to it once, as their makers would. What became of the tensors is in `report`, and on stderr unless the
-    weights are ours.
+    Weights that lack tensors, or that have tensors unknown to this ViT, are refused unless `partial`, with which the
+    missing ones are newly initialized; None is for commands without the option. With `input_size` (height and width)
+    positions are resampled to it once, in the way of the weights' authors. Which tensors were used is in `report`, and
+    on stderr unless the weights are of this program.
     """
-    given, ours = _find(weights)
-    found = _assemble(given, ours, partial)
+    stored, ours = _find(weights)
+    loaded = _assemble(stored, ours, partial)
     if input_size is not None:
-        found = _resized(found, (input_size, input_size) if isinstance(input_size, int) else input_size)
-    assert found.report is not None
-    if show and distributed.is_main() and (not ours or found.report.missing or found.report.resized):
-        print("\n".join(map(printable, found.report.lines())), file=sys.stderr)
-    return found
+        loaded = _resize_positions(loaded, (input_size, input_size) if isinstance(input_size, int) else input_size)
+    assert loaded.report is not None
+    if show and distributed.is_main() and (not ours or loaded.report.missing or loaded.report.resized):
+        print("\n".join(map(printable, loaded.report.lines())), file=sys.stderr)
+    return loaded
 
 
-def _find(weights: str | Path) -> tuple[Given, bool]:
-    """The tensors, and whether they are ours."""
+def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
+    """Return the tensors of a W, and whether this program wrote them."""
     text = str(weights)
     if text.startswith("timm:"):
         return origins.from_timm(text.removeprefix("timm:")), False
-    # unlike Path.exists, os.path's take a name that is too long, or no permission, as a no
+    # os.path.exists is False where Path.exists raises: for a name that is too long, or without permission
     name, _, branch = text.rpartition("::") if "::" in text and not os.path.exists(text) else (text, "", "")
     path = Path(name)
     if os.path.isdir(path):
@@ -180,60 +182,60 @@ def _find(weights: str | Path) -> tuple[Given, bool]:
         path /= "backbone.safetensors"
     if not os.path.exists(path):
         raise UserError(f"weights {path} do not exist; give a run directory, a file of weights or timm:NAME")
-    described = path.with_suffix(".json")
-    if path.name == "backbone.safetensors" and not described.exists():
-        raise UserError(f"{described} is missing; it lies beside {path.name} and says what the weights are")
-    given = origins.from_file(path, branch)
-    shape = given.said.get("architecture")
-    return given, isinstance(shape, dict) and Architecture.model_fields.keys() - {"norm_eps"} <= shape.keys()
+    description = path.with_suffix(".json")
+    if path.name == "backbone.safetensors" and not description.exists():
+        raise UserError(f"{description} is missing; it lies beside {path.name} and says what the weights are")
+    stored = origins.from_file(path, branch)
+    shape = stored.description.get("architecture")
+    return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - {"norm_eps"} <= shape.keys()
 
 
-def _find_in_run(path: Path) -> Given:
+def _find_in_run(path: Path) -> StoredWeights:
     run = Run(path)
-    settings, found = run.settings(), snapshot.newest(run, ["teacher.safetensors"])
-    if settings is None or found.step is None:
+    settings, newest = run.settings(), snapshot.newest(run, ["teacher.safetensors"])
+    if settings is None or newest.step is None:
         raise UserError(
             f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"
         )
-    latest = run.checkpoints / f"step_{found.step}" / "teacher.safetensors"
-    return Given(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
+    latest = run.checkpoints / f"step_{newest.step}" / "teacher.safetensors"
+    return StoredWeights(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
 
 
-def _assemble(given: Given, ours: bool, partial: bool | None) -> Weights:
-    path = given.source
-    named = layouts.name(given.tensors, path, given.hints)
-    said = sections.flatten(given.said)
-    known = {name.removeprefix("architecture.") for name in said if name.startswith("architecture.")}
+def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weights:
+    path = stored.source
+    named = layouts.rename_tensors(stored.tensors, path, stored.hints)
+    described = sections.flatten(stored.description)
+    known = {name.removeprefix("architecture.") for name in described if name.startswith("architecture.")}
     try:
-        shown = layouts.shape(named, known, path)
-        description = sections.build(Description, {"architecture": shown}, said)
+        inferred = layouts.infer_architecture(named, known, path)
+        description = sections.build(Description, {"architecture": inferred}, described)
         with torch.device("meta"):
             vit = description.architecture.build()
     except UserError as error:
-        if not said:
+        if not described:
             raise
         raise UserError(f"what is said of {path} does not fit: {error}") from None
     except ValueError as error:
         raise UserError(f"the description of {path} is of no possible backbone: {error}; restore it") from None
-    if vit.num_channels != 3 and not {"mean", "std"} <= said.keys():
+    if vit.num_channels != 3 and not {"mean", "std"} <= described.keys():
         raise UserError(
             f"{path} takes images of {vit.num_channels} channels, and nothing says their mean and deviation; "
             "write both into a .json of the same name beside it"
         )
     if not len(description.mean) == len(description.std) == vit.num_channels:
         raise UserError(f"the description of {path} has another number of means than of channels; restore it")
-    named = layouts.place(named, vit.grid, path)
+    named = layouts.convert_positions(named, vit.grid, path)
     missing = cover(vit.state_dict(), named.state, named.unknown, path, partial)
     state = {name: tensor for name, tensor in named.state.items() if name in vit.state_dict() and name not in missing}
     report = Report(
         source=path,
         layout="ADCLR" if ours else named.layout.name,
-        branch=given.branch,
+        branch=stored.branch,
         taken=tuple(full for name in state for full in named.origin[name]),
         left=(*named.left, *named.unknown, *(f for n in named.origin if n not in state for f in named.origin[n])),
         missing=missing,
         resized={},
-        assumed=() if ours else tuple(_assumed(named.layout, vit, known, said)),
+        assumed=() if ours else tuple(_assumptions(named.layout, vit, known, described)),
     )
     if missing:
         with torch.random.fork_rng(devices=[]):
@@ -247,19 +249,21 @@ def _assemble(given: Given, ours: bool, partial: bool | None) -> Weights:
     return Weights(vit.eval(), description.mean, description.std, description.max_value, report)
 
 
-def _assumed(layout: layouts.Layout, vit: VisionTransformer, known: set[str], said: Mapping[str, Any]) -> list[str]:
-    """What the tensors do not show, and nothing beside them says."""
-    found = []
+def _assumptions(
+    layout: layouts.Layout, vit: VisionTransformer, known: set[str], described: Mapping[str, Any]
+) -> list[str]:
+    """Return what neither the tensors nor their description determine, in words."""
+    assumptions = []
     if "num_heads" not in known:
-        found.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
-    if "mean" not in said and layout.name == "timm":
-        found.append("mean and deviation of ImageNet, for nothing says others")
+        assumptions.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
+    if "mean" not in described and layout.name == "timm":
+        assumptions.append("mean and deviation of ImageNet, for nothing says others")
     if "position_resampling" not in known:
         size = "x".join(map(str, vit.input_size))
-        found.append(
+        assumptions.append(
             f"positions, stored for {size} pixels, are resampled as there: {RESAMPLED[vit.position_resampling]}"
         )
-    return found
+    return assumptions
 
 
 RESAMPLED = {
@@ -269,8 +273,8 @@ RESAMPLED = {
 }
 
 
-def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
-    """The same backbone with positions stored for images of another size."""
+def _resize_positions(weights: Weights, size: tuple[int, int]) -> Weights:
+    """Return the same backbone with positions stored for images of another size."""
     old, report = weights.vit, weights.report
     try:
         grid = old.grid_of(*size)
@@ -286,14 +290,3 @@ def _resized(weights: Weights, size: tuple[int, int]) -> Weights:
     how = f"{old.grid[0]}x{old.grid[1]} to {grid[0]}x{grid[1]} patches, {RESAMPLED[old.position_resampling]}"
     assert report is not None
     return replace(weights, vit=vit.eval(), report=replace(report, resized={"pos_embed": how}))
-
-
-def fingerprint(weights: Weights) -> str:
-    """A hash of all that decides what these weights make of an image."""
-    vit = weights.vit
-    rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
-    found = blake2b(repr((rules, weights.mean, weights.std, weights.max_value)).encode(), digest_size=16)
-    for name, tensor in sorted(vit.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -1,4 +1,4 @@
-"""How others name the tensors of a ViT, and what is theirs under our names, which are timm's.
+"""The names that other programs give the tensors of a ViT, and their conversion to ours, which are timm's.
 
 Known: DINO, iBOT, DINOv2 (with and without registers), MAE, timm, and Hugging Face's ViT, ViT-MAE, ViT-MSN, Dinov2 and
 Dinov2-with-registers. All compute the same function; they differ in names, in which tokens have a position, and in how
@@ -19,7 +19,7 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.model.vit import PositionResampling
 
-# The one tensor every layout has: where it is named so, the backbone begins.
+# The one tensor that every layout has: the part of its name before this is the prefix of the backbone.
 PLAIN_ANCHOR, HF_ANCHOR = "patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"
 
 # Heads, decoders and tokens of training: no part of the backbone. Any other name that is not known is a refusal.
@@ -55,26 +55,26 @@ SWIGLU = re.compile(r"\.mlp\.(w12|w3|weights_in|weights_out|gate_proj)\.")
 
 @dataclass(frozen=True)
 class Layout:
-    """Whose names they are, and how positions are resampled there."""
+    """A naming of tensors, and how positions are resampled by the program that uses it."""
 
     name: str
     resampling: PositionResampling
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensors:
     """Tensors under our names."""
 
     state: dict[str, Tensor]
     layout: Layout
     origin: dict[str, tuple[str, ...]] = field(default_factory=dict)  # our name -> their names
-    left: tuple[str, ...] = ()  # theirs that are no part of a backbone
-    unknown: tuple[str, ...] = ()  # theirs that may be
+    left: tuple[str, ...] = ()  # their names of tensors that are no part of a backbone
+    unknown: tuple[str, ...] = ()  # their names of tensors that may be
 
 
-def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) -> Named:
-    """Finds the backbone in tensors of any known layout; `hints` are words that tell whose it is."""
-    prefix, anchor = _beginning(tensors, path)
+def rename_tensors(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) -> NamedTensors:
+    """Return the backbone in tensors of any known layout, under our names; `hints` may name the layout."""
+    prefix, anchor = _find_prefix(tensors, path)
     inside = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
     swiglu = next((key for key in inside if SWIGLU.search(key)), None)
     if swiglu:
@@ -87,7 +87,7 @@ def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) ->
         if EXTRA.match(inner):
             left.append(full)
             continue
-        ours = _renamed(inner, names)
+        ours = _rename(inner, names)
         if ours in state:
             raise UserError(f"{path} has {ours} twice, as {origin[ours][0]} and as {full}; it is no state of a ViT")
         state[ours], origin[ours] = tensors[full], (full,)
@@ -96,9 +96,9 @@ def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) ->
     if "reg_token" in state and state["reg_token"].shape[:2] == (1, 0):  # a layout with registers, a ViT without
         del state["reg_token"]
         left += origin.pop("reg_token")
-    unknown = [key for key in state if not _ours(key)]
-    return Named(
-        {key: _numbers(origin[key][0], state[key], path) for key in state if key not in unknown},
+    unknown = [key for key in state if not _is_ours(key)]
+    return NamedTensors(
+        {key: _check_numbers(origin[key][0], state[key], path) for key in state if key not in unknown},
         layout,
         {key: full for key, full in origin.items() if key not in unknown},
         tuple(left),
@@ -106,48 +106,48 @@ def name(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) ->
     )
 
 
-def _numbers(key: str, tensor: Tensor, path: str) -> Tensor:
-    """In float32, and each of them a number."""
-    found = tensor.float() if tensor.is_floating_point() else None
-    if found is None or not found.isfinite().all():
+def _check_numbers(key: str, tensor: Tensor, path: str) -> Tensor:
+    """Return a tensor in float32; refuse numbers that are not finite, and tokens of another shape."""
+    values = tensor.float() if tensor.is_floating_point() else None
+    if values is None or not values.isfinite().all():
         raise UserError(f"{path} holds numbers that are not finite in {key}; these weights are of no use")
-    if key.endswith(("reg_token", "register_tokens", "cls_token")) and (found.dim() != 3 or found.shape[0] != 1):
-        raise UserError(f"{path} has {key} of shape {tuple(found.shape)}, not 1 x tokens x width; restore it")
-    return found
+    if key.endswith(("reg_token", "register_tokens", "cls_token")) and (values.dim() != 3 or values.shape[0] != 1):
+        raise UserError(f"{path} has {key} of shape {tuple(values.shape)}, not 1 x tokens x width; restore it")
+    return values
 
 
-def _renamed(inner: str, names: Iterable[tuple[str, str]]) -> str:
+def _rename(inner: str, names: Iterable[tuple[str, str]]) -> str:
     for pattern, ours in names:
         # a pattern that begins with a dot is for a part of the name, the others for its beginning
         inner = re.sub(pattern if pattern.startswith(r"\.") else "^" + pattern, ours, inner)
     return inner
 
 
-def _ours(key: str) -> bool:
+def _is_ours(key: str) -> bool:
     inner = r"norm[12]\.(weight|bias)|attn\.(qkv|proj)\.(weight|bias)|mlp\.fc[12]\.(weight|bias)|ls[12]\.gamma"
     outer = r"cls_token|reg_token|pos_embed|patch_embed\.proj\.(weight|bias)|norm\.(weight|bias)"
     return re.fullmatch(rf"{outer}|blocks\.\d+\.({inner})", key) is not None
 
 
-def _beginning(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
-    """(what stands before every name of the backbone, the name it was found by)"""
-    found = [
+def _find_prefix(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
+    """Return the prefix of every name of the backbone, and the anchor that it precedes."""
+    candidates = [
         (key[: -len(anchor)], anchor)
         for key in tensors
         for anchor in (PLAIN_ANCHOR, HF_ANCHOR)
         if key == anchor or key.endswith("." + anchor)
     ]
     # of a model that holds student and teacher
-    teachers = [(prefix, anchor) for prefix, anchor in found if "teacher" in prefix]
-    chosen = teachers if len(found) > 1 else found
+    teachers = [(prefix, anchor) for prefix, anchor in candidates if "teacher" in prefix]
+    chosen = teachers if len(candidates) > 1 else candidates
     if len(chosen) != 1:
-        what = f"several {PLAIN_ANCHOR}" if found else f"no {PLAIN_ANCHOR}"
-        raise UserError(f"{path} holds {what}, so it is not the state of one ViT; docs/weights.md lists what is taken")
+        count = f"several {PLAIN_ANCHOR}" if candidates else f"no {PLAIN_ANCHOR}"
+        raise UserError(f"{path} holds {count}, so it is not the state of one ViT; docs/weights.md lists what is taken")
     return chosen[0]
 
 
 def _join_qkv(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> None:
-    """Hugging Face keeps queries, keys and values apart."""
+    """Join queries, keys and values, which Hugging Face stores separately."""
     for first in [key for key in state if re.search(r"\.attn\.q\.(weight|bias)$", key)]:
         parts = [first.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
         shapes = {state[part].shape for part in parts if part in state}
@@ -158,9 +158,9 @@ def _join_qkv(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> N
 
 
 def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: Iterable[str]) -> Layout:
-    """By what only one of them has; DINO's, iBOT's and MAE's bare backbones have nothing, so other signs count too."""
+    """Return the layout by tensors that only one has, else by hints: bare backbones of DINO and iBOT have no such."""
     scaled = "blocks.0.ls1.gamma" in state
-    said = " ".join(hints).lower()
+    words = " ".join(hints).lower()
     if anchor == HF_ANCHOR:
         if "embeddings.register_tokens" in names:
             return Layout("Hugging Face Dinov2 with registers", "antialias")
@@ -171,15 +171,15 @@ def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: It
         return Layout("DINOv2", "offset")
     if any(key.startswith("decoder_") for key in names) or _sine_positions(state.get("pos_embed")):
         return Layout("MAE", "plain")
-    if "masked_embed" in names or "ibot" in said:
+    if "masked_embed" in names or "ibot" in words:
         return Layout("iBOT", "offset")
-    if ("dino" in said or "teacher" in said) and "reg_token" not in names:
+    if ("dino" in words or "teacher" in words) and "reg_token" not in names:
         return Layout("DINO", "offset")
     return Layout("timm", "antialias")
 
 
 def _sine_positions(positions: Tensor | None) -> bool:
-    """MAE's are fixed: none for [CLS], and sines and cosines of 0 for the first patch."""
+    """Return whether positions are MAE's fixed ones: 0 for [CLS], and sines and cosines of 0 for the first patch."""
     if positions is None or positions.dim() != 3 or positions.shape[1] < 2 or positions.shape[2] % 4:
         return False
     zeros_ones = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(positions.shape[2] // 4)
@@ -187,15 +187,15 @@ def _sine_positions(positions: Tensor | None) -> bool:
     return torch.allclose(positions[0, :2].float(), first_two, atol=1e-4)
 
 
-def shape(named: Named, said: set[str], path: str) -> dict[str, Any]:
-    """The arguments of `VisionTransformer` that these tensors show, but for those that are said otherwise."""
+def infer_architecture(named: NamedTensors, known: set[str], path: str) -> dict[str, Any]:
+    """Return the arguments of `VisionTransformer` that these tensors determine; `known` ones need no guess."""
     state = named.state
     kernel = state[PLAIN_ANCHOR]
     if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3]:
         raise UserError(f"{path} has {PLAIN_ANCHOR} of shape {tuple(kernel.shape)}, not that of square patches")
     dim, patch_size = kernel.shape[0], kernel.shape[2]
     blocks = {key.split(".")[1] for key in state if key.startswith("blocks.")}
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dim": dim,
         "depth": len(blocks) or 1,
         "patch_size": patch_size,
@@ -204,22 +204,22 @@ def shape(named: Named, said: set[str], path: str) -> dict[str, Any]:
         "layer_scale": 1.0 if any(key.endswith(".ls1.gamma") for key in state) else None,
         "position_resampling": named.layout.resampling,
     }
-    if "num_heads" not in said:
+    if "num_heads" not in known:
         # 64 channels each but for ViT-H
-        found["num_heads"] = 16 if dim == 1280 else max(1, dim // 64)
+        arguments["num_heads"] = 16 if dim == 1280 else max(1, dim // 64)
         if dim % 64:
             raise UserError(
                 f"the number of heads of {path} cannot be told from its width {dim}; "
                 'write {"architecture": {"num_heads": H}} into a .json of the same name beside it'
             )
-    if "input_size" not in said:
-        side = math.isqrt(_count(named, path, None)[1]) if "pos_embed" in state else 14
-        found["input_size"] = (side * patch_size, side * patch_size)
-    return found
+    if "input_size" not in known:
+        side = math.isqrt(_count_positions(named, path, None)[1]) if "pos_embed" in state else 14
+        arguments["input_size"] = (side * patch_size, side * patch_size)
+    return arguments
 
 
-def _count(named: Named, path: str, grid: tuple[int, int] | None) -> tuple[int, int]:
-    """(positions of tokens that are no patches, positions of patches)"""
+def _count_positions(named: NamedTensors, path: str, grid: tuple[int, int] | None) -> tuple[int, int]:
+    """Return how many positions are of prefix tokens, and how many of patches."""
     positions = named.state["pos_embed"]
     if positions.dim() != 3 or positions.shape[0] != 1:
         raise UserError(
@@ -227,35 +227,35 @@ def _count(named: Named, path: str, grid: tuple[int, int] | None) -> tuple[int, 
         )
     total = positions.shape[1]
     registers = named.state["reg_token"].shape[1] if "reg_token" in named.state else 0
-    # timm's have none for the others, or one for each; those that DINOv2 trained have one, for [CLS]
-    for others in dict.fromkeys((0, 1 + registers, 1) if registers and "timm" in named.layout.name else (1, 0)):
-        patches = total - others
+    # timm's have none for the prefix tokens, or one for each; those that DINOv2 trained have one, for [CLS]
+    for num_prefix in dict.fromkeys((0, 1 + registers, 1) if registers and "timm" in named.layout.name else (1, 0)):
+        patches = total - num_prefix
         if patches > 0 and (patches == grid[0] * grid[1] if grid else math.isqrt(patches) ** 2 == patches):
-            return others, patches
-    wanted = f"the {grid[0]}x{grid[1]} patches it is said to have" if grid else "a square image"
+            return num_prefix, patches
+    expected = f"the {grid[0]}x{grid[1]} patches it is said to have" if grid else "a square image"
     raise UserError(
-        f"{path} has {total} positions, which are not those of {wanted}; "
+        f"{path} has {total} positions, which are not those of {expected}; "
         "say its input_size in a .json of the same name beside it, or use another"
     )
 
 
-def place(named: Named, grid: tuple[int, int], path: str) -> Named:
-    """Positions as ours: one for [CLS] and each patch, or with registers for patches alone.
+def convert_positions(named: NamedTensors, grid: tuple[int, int], path: str) -> NamedTensors:
+    """Return positions as in our ViT: one for [CLS] and each patch, or with registers for patches alone.
 
-    A position is added to its token, so where ours has none it is added into the token, and where ours has one and
-    theirs has none it is 0: the sums are the same.
+    A position is added to its token: where our ViT has none it is added into the token, and where theirs has none it is
+    0, so that the sums are the same.
     """
     state = dict(named.state)
     if "pos_embed" not in state or "cls_token" not in state:
         return named
-    others, _ = _count(named, path, grid)
-    prefix, patches = state["pos_embed"][:, :others], state["pos_embed"][:, others:]
+    num_prefix, _ = _count_positions(named, path, grid)
+    prefix, patches = state["pos_embed"][:, :num_prefix], state["pos_embed"][:, num_prefix:]
     if "reg_token" in state:
         state["pos_embed"] = patches
-        if others:
+        if num_prefix:
             state["cls_token"] = state["cls_token"] + prefix[:, :1]
-        if others > 1:
+        if num_prefix > 1:
             state["reg_token"] = state["reg_token"] + prefix[:, 1:]
-    elif not others:
+    elif not num_prefix:
         state["pos_embed"] = torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
     return replace(named, state=state)

@@ -1,4 +1,4 @@
-"""Where weights of others are found: torch and safetensors files, folders of Hugging Face and of timm, timm's cache."""
+"""Reading weights of other programs: torch and safetensors files, folders of Hugging Face and timm, timm's cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from adclr.config.sections import UserError
 from adclr.system.files import read_json
 from adclr.system.optional import require
-from adclr.weights.tensors import kind_of, plain, read_tensors, read_torch
+from adclr.weights.tensors import check_plain, kind_of, read_tensors, read_torch
 
-# States within a torch file, in the order of preference: a moving average is what its makers evaluate.
+# States within a torch file, in the order of preference: a moving average is what its authors evaluate.
 BRANCHES = ("teacher", "model_ema", "state_dict_ema", "student", "model", "state_dict", "backbone", "encoder")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -35,47 +35,46 @@ HF_TYPES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @dataclass(frozen=True)
-class Given:
-    """Tensors as they were found, and what was said of them."""
+class StoredWeights:
+    """The tensors of a file or folder, and their description."""
 
     source: str
     tensors: dict[str, Tensor]
-    branch: str = ""  # which of several states it is
-    said: dict[str, Any] = field(default_factory=dict)  # of weights.Description
-    hints: tuple[str, ...] = ()  # words that tell whose they are
+    branch: str = ""  # which of several states in the file
+    description: dict[str, Any] = field(default_factory=dict)  # fields of backbone.Description
+    hints: tuple[str, ...] = ()  # words that may name their layout
 
 
-def from_file(path: Path, branch: str = "") -> Given:
-    """A file of tensors; a .json of the same name beside it may say what they are, as backbone.json does."""
-    beside = path.parent / "config.json"
-    if path.name in FOLDER_FILES and beside.exists():
+def from_file(path: Path, branch: str = "") -> StoredWeights:
+    """Read a file of tensors; a .json of the same name beside it may describe them, as backbone.json does."""
+    if path.name in FOLDER_FILES and (path.parent / "config.json").exists():
         return from_folder(path.parent, path.name, branch)
-    described = path.with_suffix(".json")
-    said = read_json(described) if described.exists() else {}
-    if not isinstance(said, dict):
-        raise UserError(f"{described} is not a description of weights; mend it or move it away")
-    return replace(_read(path, branch), said=said)
+    file = path.with_suffix(".json")
+    description = read_json(file) if file.exists() else {}
+    if not isinstance(description, dict):
+        raise UserError(f"{file} is not a description of weights; mend it or move it away")
+    return replace(_read(path, branch), description=description)
 
 
-def _read(path: Path, branch: str = "") -> Given:
-    kind, named_so = kind_of(path), path.suffix == ".safetensors"
-    if kind == "safetensors" and not named_so:
+def _read(path: Path, branch: str = "") -> StoredWeights:
+    kind, is_safetensors = kind_of(path), path.suffix == ".safetensors"  # by content, by name
+    if kind == "safetensors" and not is_safetensors:
         raise UserError(
             f"{path} is a safetensors file by another name; call it {path.with_suffix('.safetensors').name}"
         )
-    if kind == "torch" and named_so:
+    if kind == "torch" and is_safetensors:
         raise UserError(f"{path} is not a safetensors file but a torch file; call it {path.with_suffix('.pth').name}")
-    if kind == "other" and not named_so:
+    if kind == "other" and not is_safetensors:
         raise UserError(f"{path} is neither a safetensors nor a torch file; give a run directory or a file of weights")
-    content: Any = read_tensors(path) if named_so else read_torch(path)
-    words = tuple(key for key in content if isinstance(key, str)) if isinstance(content, dict) and not named_so else ()
-    state, found = _state(content, branch, str(path))
-    return Given(str(path), state, found, hints=(path.stem, *(word for word in words if "." not in word)))
+    content: Any = read_tensors(path) if is_safetensors else read_torch(path)
+    keys = [] if is_safetensors or not isinstance(content, dict) else [key for key in content if isinstance(key, str)]
+    state, branch = _select_state(content, branch, str(path))
+    return StoredWeights(str(path), state, branch, hints=(path.stem, *(key for key in keys if "." not in key)))
 
 
-def _state(content: Any, branch: str, path: str) -> tuple[dict[str, Tensor], str]:
-    """The tensors of the branch that is asked for, or of the first there is, and its name."""
-    found = ""
+def _select_state(content: Any, branch: str, path: str) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of a branch, or without a name of the first there is, and the name of the branch."""
+    name = ""
     for _ in range(4):  # a dictionary can hold itself
         if not isinstance(content, Mapping):
             break
@@ -84,12 +83,12 @@ def _state(content: Any, branch: str, path: str) -> tuple[dict[str, Tensor], str
             if not inside:
                 names = ", ".join(sorted({str(key).split(".")[0] for key in content})[:8])
                 raise UserError(f"{path} holds no {branch}; it holds {names}")
-            content, found, branch = inside, branch, ""
+            content, name, branch = inside, branch, ""
             continue
-        inner = branch or next((name for name in BRANCHES if isinstance(content.get(name), Mapping)), None)
+        inner = branch or next((known for known in BRANCHES if isinstance(content.get(known), Mapping)), None)
         if inner is None:
             break
-        content, found, branch = content[inner], inner, ""
+        content, name, branch = content[inner], inner, ""
     tensors = (
         {key: value for key, value in content.items() if isinstance(value, Tensor)}
         if isinstance(content, Mapping)
@@ -100,11 +99,11 @@ def _state(content: Any, branch: str, path: str) -> tuple[dict[str, Tensor], str
     for key in tensors:
         if not isinstance(key, str) or not key.isprintable() or len(key) > 500:
             raise UserError(f"{path} holds a tensor whose name cannot be read; it is no file of weights")
-    return {key: plain(key, value, path) for key, value in tensors.items()}, found
+    return {key: check_plain(key, value, path) for key, value in tensors.items()}, name
 
 
 class _Config(BaseModel):
-    """What counts of a Hugging Face config.json."""
+    """The fields of a Hugging Face config.json that are read."""
 
     model_type: str
     hidden_size: int | None = None
@@ -119,44 +118,48 @@ class _Config(BaseModel):
 
 
 class _Preprocessor(BaseModel):
+    """The fields of a Hugging Face preprocessor_config.json that are read."""
+
     image_mean: tuple[float, ...] | None = None
     image_std: tuple[float, ...] | None = None
 
 
-def from_folder(folder: Path, file: str | None = None, branch: str = "") -> Given:
-    """A folder with a config.json: Hugging Face's, or timm's if it names an architecture. Its code is never run."""
+def from_folder(folder: Path, file: str | None = None, branch: str = "") -> StoredWeights:
+    """Read a folder with a config.json of Hugging Face, or of timm if it names an architecture; its code is not run."""
     values = read_json(folder / "config.json")
     try:
         if isinstance(values, dict) and "model_type" not in values and isinstance(values.get("architecture"), str):
-            return replace(_read(_only_file(folder, file), branch), source=str(folder), said=_said_by_timm(values))
-        said = _said_by_hf(folder, _Config.model_validate(values))
+            stored = _read(_weights_file(folder, file), branch)
+            return replace(stored, source=str(folder), description=_describe_timm(values))
+        description = _describe_huggingface(folder, _Config.model_validate(values))
     except ValidationError:
         raise UserError(f"{folder}/config.json does not describe a ViT; restore it or give another folder") from None
     index = folder / "model.safetensors.index.json"
     if file is None and index.exists() and not (folder / "model.safetensors").exists():
-        return Given(str(folder), _sharded(folder, index), said=said)
-    return replace(_read(_only_file(folder, file), branch), source=str(folder), said=said, hints=())
+        return StoredWeights(str(folder), _read_shards(folder, index), description=description)
+    stored = _read(_weights_file(folder, file), branch)
+    return replace(stored, source=str(folder), description=description, hints=())
 
 
-def _only_file(folder: Path, file: str | None) -> Path:
+def _weights_file(folder: Path, file: str | None) -> Path:
     for name in (file,) if file else FOLDER_FILES:
         if (folder / name).exists():
             return folder / name
     raise UserError(f"{folder} holds neither {' nor '.join(FOLDER_FILES)}; download its weights too")
 
 
-def _said_by_hf(folder: Path, config: _Config) -> dict[str, Any]:
+def _describe_huggingface(folder: Path, config: _Config) -> dict[str, Any]:
     if config.model_type not in HF_TYPES:
         known = ", ".join(HF_TYPES)
         raise UserError(f"{folder} is of the model type {config.model_type!r}; these are taken: {known}")
     if config.use_swiglu_ffn or config.hidden_act != "gelu":
         act = "SwiGLU" if config.use_swiglu_ffn else config.hidden_act
         raise UserError(f"{folder} has an MLP with {act}, which this ViT has not; use weights with plain GELU")
-    normalisation, eps = HF_TYPES[config.model_type]
+    normalization, eps = HF_TYPES[config.model_type]
     size, patch = config.image_size, config.patch_size
     if isinstance(patch, tuple) and patch[0] != patch[1]:
         raise UserError(f"{folder} has patches of {patch[0]}x{patch[1]} pixels, not square ones; use other weights")
-    told: dict[str, Any] = {
+    architecture: dict[str, Any] = {
         "dim": config.hidden_size,
         "depth": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
@@ -166,23 +169,23 @@ def _said_by_hf(folder: Path, config: _Config) -> dict[str, Any]:
         "norm_eps": eps if config.layer_norm_eps is None else config.layer_norm_eps,
     }
     file = folder / "preprocessor_config.json"
-    shown = _Preprocessor.model_validate(read_json(file)) if file.exists() else _Preprocessor()
+    preprocessor = _Preprocessor.model_validate(read_json(file)) if file.exists() else _Preprocessor()
     return {
-        "architecture": {name: value for name, value in told.items() if value is not None},
-        "mean": shown.image_mean or normalisation["mean"],
-        "std": shown.image_std or normalisation["std"],
+        "architecture": {name: value for name, value in architecture.items() if value is not None},
+        "mean": preprocessor.image_mean or normalization["mean"],
+        "std": preprocessor.image_std or normalization["std"],
     }
 
 
-def _said_by_timm(values: dict[str, Any]) -> dict[str, Any]:
-    shown, made = values.get("pretrained_cfg", values), values.get("model_args", {})
-    if not isinstance(shown, dict) or not isinstance(made, dict):
+def _describe_timm(values: dict[str, Any]) -> dict[str, Any]:
+    config, arguments = values.get("pretrained_cfg", values), values.get("model_args", {})
+    if not isinstance(config, dict) or not isinstance(arguments, dict):
         return {}
-    heads = {"num_heads": made["num_heads"]} if "num_heads" in made else {}
-    return {"architecture": heads} | {name: shown[name] for name in ("mean", "std") if name in shown}
+    heads = {"num_heads": arguments["num_heads"]} if "num_heads" in arguments else {}
+    return {"architecture": heads} | {name: config[name] for name in ("mean", "std") if name in config}
 
 
-def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
+def _read_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     values = read_json(index)
     files = values.get("weight_map") if isinstance(values, dict) else None
     names = set(files.values()) if isinstance(files, dict) else set()
@@ -191,11 +194,11 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         tensors |= read_tensors(folder / name)
-    return _state(tensors, "", str(folder))[0]
+    return _select_state(tensors, "", str(folder))[0]
 
 
-def from_timm(name: str) -> Given:
-    """`timm:NAME`: its pretrained weights if they have been downloaded before; nothing is downloaded here."""
+def from_timm(name: str) -> StoredWeights:
+    """Read the pretrained weights of `timm:NAME` if they have been downloaded before; nothing is downloaded here."""
     timm = require("timm", "timm", f"timm:{name}")
     import torch
     from timm.models.vision_transformer import VisionTransformer
@@ -205,7 +208,7 @@ def from_timm(name: str) -> Given:
         hint = f"did you mean timm:{near[0]}?" if near else "timm.list_models('vit*') lists them"
         raise UserError(f"timm has no model {name!r}; {hint}")
     try:
-        shown = timm.get_pretrained_cfg(name)
+        config = timm.get_pretrained_cfg(name)
         with torch.device("meta"):  # no memory, no initial values
             model = timm.create_model(name, pretrained=False, num_classes=0)
     except RuntimeError as error:
@@ -216,28 +219,28 @@ def from_timm(name: str) -> Given:
     gelu = getattr(block.mlp, "act", None)
     if type(gelu).__name__ != "GELU" or getattr(gelu, "approximate", "none") != "none":
         raise UserError(f"timm's {name} has an MLP without plain GELU, which this ViT has not; choose another")
-    file = _cached(shown) if shown else None
-    if shown is None or file is None:
+    file = _cached_file(config) if config else None
+    if config is None or file is None:
         raise UserError(
             f"the weights of timm:{name} are not on this machine; download them once, with "
             f'python -c "import timm; timm.create_model({name!r}, pretrained=True)"'
         )
     heads, eps = block.attn.num_heads, getattr(block.norm1, "eps", 1e-6)
-    said = {"architecture": {"num_heads": heads, "norm_eps": eps}, "mean": shown.mean, "std": shown.std}
-    return replace(_read(file), source=f"timm:{name}", said=said, hints=())
+    description = {"architecture": {"num_heads": heads, "norm_eps": eps}, "mean": config.mean, "std": config.std}
+    return replace(_read(file), source=f"timm:{name}", description=description, hints=())
 
 
-def _cached(shown: Any) -> Path | None:
-    """Where timm's pretrained weights lie once they have been downloaded, from either of its two sources."""
+def _cached_file(config: Any) -> Path | None:
+    """Return the file of timm's pretrained weights if they have been downloaded, from either of its two sources."""
     from huggingface_hub import try_to_load_from_cache
     from torch.hub import get_dir
 
-    names = (shown.hf_hub_filename,) if shown.hf_hub_filename else FOLDER_FILES
-    for name in names if shown.hf_hub_id else ():
-        repository, _, revision = shown.hf_hub_id.partition("@")
-        found = try_to_load_from_cache(repository, name, revision=revision or None)
-        if isinstance(found, str):
-            return Path(found)
-    url = shown.url[0] if isinstance(shown.url, tuple) else shown.url
+    names = (config.hf_hub_filename,) if config.hf_hub_filename else FOLDER_FILES
+    for name in names if config.hf_hub_id else ():
+        repository, _, revision = config.hf_hub_id.partition("@")
+        path = try_to_load_from_cache(repository, name, revision=revision or None)
+        if isinstance(path, str):
+            return Path(path)
+    url = config.url[0] if isinstance(config.url, tuple) else config.url
     file = Path(get_dir()) / "checkpoints" / os.path.basename(urlparse(url or "").path)
     return file if file.is_file() and file.suffix in (".pth", ".pt", ".bin", ".safetensors") else None

@@ -1,8 +1,8 @@
-"""A folder of tensors and a few numbers that is there whole or not at all: safetensors and JSON, nothing pickled.
+"""Checkpoints: folders of tensors and a few numbers, written atomically as safetensors and JSON, nothing pickled.
 
 RUN/checkpoints/step_N/{PART.safetensors, ...} + state.json + manifest.json (sizes and SHA-256 of the others, written
-last), and checkpoints/latest, a link to the newest. Whatever moment a process is killed at, what bears the name step_N
-is whole; names that begin with a dot are what it left behind, and the next start removes them.
+last), and checkpoints/latest, a link to the newest. Whenever a process is killed, a folder named step_N is complete;
+names that begin with a dot are leftovers, which the next start removes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", to
 
 
 def save(run: Run, step: int, parts: Parts, state: Mapping[str, Any], keep: int) -> Path:
-    """Writes tensors from where they lie; a disk that does not take them is the user's to mend."""
-    here = {part: {name: tensor.detach().cpu() for name, tensor in named.items()} for part, named in parts.items()}
+    """Write tensors of any device as a checkpoint; a disk that does not take them is a `UserError`."""
+    on_cpu = {part: {name: tensor.detach().cpu() for name, tensor in named.items()} for part, named in parts.items()}
     try:
-        return write(run, step, here, state, keep)
+        return write(run, step, on_cpu, state, keep)
     except OSError as error:
         raise UserError(
             f"the checkpoint of step {step} cannot be written to {run.checkpoints} ({error.strerror or error}); "
@@ -43,7 +43,7 @@ def save(run: Run, step: int, parts: Parts, state: Mapping[str, Any], keep: int)
 
 
 def write(run: Run, step: int, tensors: Parts, state: Mapping[str, Any], keep: int) -> Path:
-    """Writes tensors on the CPU, makes that the latest, and only then deletes the checkpoints that are too many."""
+    """Write tensors on the CPU as the latest checkpoint; only then delete the oldest, so that `keep` remain."""
     temporary = run.checkpoints / f".step_{step}.tmp"
     try:
         _fill(temporary, state, tensors)
@@ -58,16 +58,16 @@ def write(run: Run, step: int, tensors: Parts, state: Mapping[str, Any], keep: i
 def _fill(folder: Path, state: Mapping[str, Any], tensors: Parts) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    told = {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in tensors.items()}
+    manifest = {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in tensors.items()}
     write_json(folder / "state.json", dict(state))
-    told["state.json"] = facts(folder / "state.json")
-    write_json(folder / MANIFEST, told)  # and syncs the folder
+    manifest["state.json"] = facts(folder / "state.json")
+    write_json(folder / MANIFEST, manifest)  # and syncs the folder
 
 
 def _publish(run: Run, folder: Path) -> Path:
-    """Gives a whole checkpoint its name, and makes it the latest."""
+    """Give a complete checkpoint its name, and make it the latest."""
     final = run.checkpoints / folder.name[1:].removesuffix(".tmp")
-    if final.exists():  # of a run that was copied, or set back: a whole one is resumed from, not made again
+    if final.exists():  # of a run that was copied, or set back: a complete one would have been resumed from
         _remove(final)
     if not run.steps():
         sync(run.path)  # that there are checkpoints
@@ -78,7 +78,7 @@ def _publish(run: Run, folder: Path) -> Path:
 
 
 def point(run: Run, name: str) -> None:
-    """Makes a checkpoint the latest."""
+    """Make a checkpoint the latest."""
     link, latest = run.checkpoints / ".latest.tmp", run.checkpoints / "latest"
     link.unlink(missing_ok=True)
     link.symlink_to(name)
@@ -89,25 +89,25 @@ def point(run: Run, name: str) -> None:
 
 
 def free(run: Run, keep: int) -> int:
-    """Deletes all but the newest few; how many. One that cannot be deleted stays, which harms nothing."""
-    freed = 0
+    """Delete all but the newest few; return how many. One that cannot be deleted stays, which harms nothing."""
+    num_deleted = 0
     for old in run.steps()[:-keep]:
         with suppress(OSError):
             _remove(run.checkpoints / f"step_{old}")
-            freed += 1
-    return freed
+            num_deleted += 1
+    return num_deleted
 
 
 def _remove(folder: Path) -> None:
-    """At no moment does half of a checkpoint bear the name of a whole one."""
-    aside = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Delete a checkpoint; at no moment does half of one have the name of a complete one."""
+    renamed = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def tidy(run: Run) -> None:
-    """Removes what a process that was killed left behind; only who holds the lock of the run may."""
+    """Remove what a killed process left behind; only for a process that holds the lock of the run."""
     for path in [*run.path.glob(".*.tmp"), *run.checkpoints.glob(".*.tmp"), *run.checkpoints.glob(".step_*.old")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -116,21 +116,21 @@ def tidy(run: Run) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A safetensors file of tensors on the CPU, synced; its size and hash, taken on the way.
+    """Write a safetensors file of tensors on the CPU, synced; return its size and hash.
 
-    safetensors' own writer makes the same bytes, but its errors have lost their number, by which a full disk is told
-    from a broken one, and what it wrote would have to be read again for the hash.
+    The writer of safetensors gives the same bytes, but its errors lack the number that distinguishes a full disk from a
+    broken one, and its file would have to be read again for the hash.
     """
     digest, size = hashlib.sha256(), 0
 
-    def noted() -> Iterator[bytes | memoryview]:
+    def hashed() -> Iterator[bytes | memoryview]:
         nonlocal size
         for piece in _pieces(tensors):
             digest.update(piece)
             size += len(piece)
             yield piece
 
-    write_synced(path, noted())
+    write_synced(path, hashed())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -151,7 +151,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
-    """The named parts and the state; refuses a folder that is not as it was written."""
+    """Return the named parts and the state; refuse a folder that is not as it was written."""
     damaged = damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
     if damaged is not None:
         raise UserError(
@@ -160,15 +160,15 @@ def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
     return {name: read_tensors(folder / f"{name}.safetensors") for name in names}, read_json(folder / "state.json")
 
 
-def _own_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-    found: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
-    return found
+def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    state: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
+    return state
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state_of: StateOf = _own_state
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_of: StateOf = _state_of
 ) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name, so that it does not hang on an order."""
+    """Return the optimizer's state by parameter name, so that it does not depend on an order."""
     return {
         f"{name}.{what}": value
         for name, parameter in model.named_parameters()
@@ -177,7 +177,7 @@ def optimizer_state(
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], path: object) -> None:
-    """Refuses what does not fit: the fused kernel asks no moment for its size, and would read past its end.
+    """Load an optimizer's state; refuse one that does not fit, since the fused kernel would read past its end.
 
     A parameter that was never updated has no state; of any other all of it must be there.
     """
@@ -185,17 +185,17 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapp
     known = {full.rpartition(".")[0] for full in tensors}
     parameters = {name: p for name, p in model.named_parameters() if p in updated and name in known}
     count = torch.zeros(())
-    wanted = {
+    expected = {
         f"{name}.{what}": like
         for name, parameter in parameters.items()
         for what, like in (("step", count), ("exp_avg", parameter), ("exp_avg_sq", parameter))
     }
-    fit_tensors(wanted, tensors, path)
+    fit_tensors(expected, tensors, path)
     optimizer.state.clear()
-    for full, like in wanted.items():
+    for full, like in expected.items():
         name, _, what = full.rpartition(".")
         parameter = parameters[name]
-        # step counts lie where the fused kernel wants them, with the parameter
+        # step counts are on the device of the parameter, where the fused kernel reads them
         optimizer.state[parameter][what] = tensors[full].to(parameter.device, like.dtype)
 
 
@@ -203,25 +203,27 @@ MANIFEST = "manifest.json"
 
 
 class Found(NamedTuple):
-    step: int | None  # of the newest whole checkpoint
-    damaged: dict[int, str]  # newer ones, and where each is damaged
+    """The newest complete checkpoint of a run."""
+
+    step: int | None  # None: there is none
+    damaged: dict[int, str]  # newer ones, and the file at which each is damaged
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """0.6 s for each GiB on one core that knows SHA-256."""
+    """Return the size and the SHA-256 of a file; 0.6 s for each GiB on one core with SHA instructions."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def damage(folder: Path, names: Sequence[str]) -> str | None:
-    """The first of these files that is not what the manifest says."""
+    """Return the first of these files that is not what the manifest says; None if all are."""
     try:
-        told = read_json(folder / MANIFEST)
+        manifest = read_json(folder / MANIFEST)
     except UserError:
         return MANIFEST
     for name in names:
         try:
-            if not isinstance(told, dict) or facts(folder / name) != told.get(name):
+            if not isinstance(manifest, dict) or facts(folder / name) != manifest.get(name):
                 return name
         except OSError:
             return name
@@ -229,7 +231,7 @@ def damage(folder: Path, names: Sequence[str]) -> str | None:
 
 
 def newest(run: Run, names: Sequence[str], before: int | None = None) -> Found:
-    """The newest checkpoint (of those before a step) in which these files are whole."""
+    """Return the newest checkpoint (of those before a step) in which these files are undamaged."""
     damaged: dict[int, str] = {}
     for step in reversed([step for step in run.steps() if before is None or step < before]):
         name = damage(run.checkpoints / f"step_{step}", names)

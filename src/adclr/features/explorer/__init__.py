@@ -1,4 +1,4 @@
-"""`adclr explore`: a local page on which to draw a box in an image and see at once where that query looks, in all."""
+"""`adclr explore`: a local page on which a box drawn in one image becomes a query to all images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from adclr.system.optional import require
 
 
 class Settings(Section):
+    """Settings of `adclr explore`."""
+
     size: Side | None = Field(
         None, description="shorter side of images in the network, pixels; null: what it was trained at"
     )
@@ -24,7 +26,7 @@ class Settings(Section):
 
 
 def run(weights: list[str], images: list[str], host: str, port: int, settings: Settings) -> None:
-    """Serves until it is stopped."""
+    """Serve the page until it is stopped."""
     uvicorn, _ = (require(package, "explore", "adclr explore") for package in ("uvicorn", "starlette"))
     from adclr.features import analysis
     from adclr.features.explorer import server
@@ -60,10 +62,10 @@ def _names(host: str, listening: socket.socket) -> list[str]:
     bound = ipaddress.ip_address(listening.getsockname()[0])
     if not bound.is_unspecified:
         return [f"[{host}]" if ":" in host else host]
-    return ["localhost", _own_address()]
+    return ["localhost", _outgoing_address()]
 
 
-def _own_address() -> str:
+def _outgoing_address() -> str:
     """Returns the IPv4 address from which this machine reaches others, or its name if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # an address for documentation; connecting a UDP socket sends no packet
@@ -74,10 +76,10 @@ def _own_address() -> str:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(128)
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(128)
     except OSError as error:
         raise UserError(f"{host}:{port} cannot be used ({error.strerror}); choose another --port or --host") from None
-    return found
+    return listening

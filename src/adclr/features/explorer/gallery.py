@@ -1,14 +1,14 @@
-"""The images that are explored: decoded, made small for the page, and read by each network, in the background.
+"""The explored images: decoded, made small for the page, and read by each network, in the background.
 
-Whoever decodes an image also makes it small, so that a photograph of 36 MB is never kept longer than that takes.
+The thread that decodes an image also makes it small, so that a photograph of 36 MB is in memory no longer than that
+takes.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Event
 
@@ -16,21 +16,21 @@ import numpy as np
 
 from adclr.config.sections import UserError
 from adclr.data.decode import Unreadable
-from adclr.data.sources import ImageFolder, Source
+from adclr.data.sources import ImageFolder, Source, Subset
 from adclr.features import pictures
 from adclr.features.analysis import Grid, Seen
 from adclr.features.explorer.library import Library
+from adclr.features.reader import read_images
 from adclr.system.machine import GIB, cpu_count
 from adclr.system.progress import Line
 
 SIDE = 512  # pixels, the longer side of an image on the page
 QUALITY = 88
-AHEAD = 32  # images that are decoded at once
 
 
 @dataclass(frozen=True)
-class Shown:
-    """An image on the page: its pixels made anew, so that nothing else that its file holds is ever sent."""
+class PageImage:
+    """An image on the page: its pixels encoded anew, so that nothing else that its file holds is ever sent."""
 
     name: str
     jpeg: bytes
@@ -40,89 +40,92 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What is kept of an image until enough of its shape are there: a few hundred kB, however large it is."""
+class _Decoded:
+    """An image until enough of its shape are there for a batch: a few hundred kB, however large its file is."""
 
-    name: str
     jpeg: bytes
     size: tuple[int, int]  # width and height of the JPEG
-    seen: list[Seen]  # by each network
+    inputs: list[Seen]  # of each network
+
+
+class _ServedImages(Subset):
+    """Images of a source; of a folder only those that lie in it, links followed, so that no other file is served."""
+
+    def read(self, index: int) -> bytes:
+        if isinstance(self.whole, ImageFolder):  # other sources are files that the user named one by one
+            root = os.path.realpath(self.root)
+            path = os.path.realpath(os.path.join(root, self.paths[index]))
+            if os.path.commonpath([root, path]) != root:
+                raise Unreadable("it is a link that leads out of the folder")
+        return super().read(index)
+
+    def lost(self, index: int) -> None:  # noqa: ARG002  # a folder that is gone does not end the page
+        return None
 
 
 class Gallery:
+    """The images of a page, read in the background."""
+
     def __init__(self, source: Source, libraries: list[Library], num_images: int | None, max_gib: float) -> None:
-        self.source, self.libraries, self.room = source, libraries, max_gib * GIB
         count = min(len(source), num_images or len(source))
-        self.chosen = np.linspace(0, len(source) - 1, count).round().astype(np.int64).tolist()
-        self.shown: list[Shown] = []  # by id
+        self.images = _ServedImages(source, np.linspace(0, len(source) - 1, count).round().astype(np.int64))
+        self.libraries, self.max_bytes, self.num_available = libraries, max_gib * GIB, len(source)
+        self.shown: list[PageImage] = []  # by id
         self.skipped: dict[str, str] = {}  # name -> reason
         self.note = "" if count == len(source) else f"{count} of {len(source)} images, spread over the collection"
-        self.tried = 0
+        self.num_read = 0
         self.finished = False
         self.stop = Event()
 
     def read(self) -> None:
-        """All of them, or as many as there is memory for; `stop` ends it after the images at hand."""
-        waiting: dict[tuple[Grid, ...], list[Decoded]] = {}
-        taken = 0
-        with Line("reading", len(self.chosen)) as line:
-            for found in self._decoded():
+        """Read all images, or as many as fit into memory; `stop` ends it after the next image."""
+        waiting: dict[tuple[Grid, ...], list[tuple[str, _Decoded]]] = {}
+        num_bytes, num_workers = 0, min(4, cpu_count())
+        decoded = read_images(self.images, self._decode, range(len(self.images)), num_workers)
+        with closing(decoded), Line("reading", len(self.images)) as line:
+            for index, image in decoded:
                 if self.stop.is_set():
                     return
-                self.tried += 1
-                line.move(self.tried)
-                if found is None:
+                self.num_read += 1
+                line.move(self.num_read)
+                name = self.images.paths[index]
+                if isinstance(image, str):
+                    self.skipped[name] = image
                     continue
-                grids = tuple(one.grid(library.vit) for one, library in zip(found.seen, self.libraries, strict=True))
-                taken += sum(library.bytes_of(grid) for library, grid in zip(self.libraries, grids, strict=True))
-                if taken > self.room:
+                grids = tuple(one.grid(library.vit) for one, library in zip(image.inputs, self.libraries, strict=True))
+                num_bytes += sum(library.bytes_of(grid) for library, grid in zip(self.libraries, grids, strict=True))
+                if num_bytes > self.max_bytes:
                     self.note = (
-                        f"{self.tried - 1} of {len(self.source)} images: no more fit into max_gib={self.room / GIB:g}"
+                        f"{self.num_read - 1} of {self.num_available} images: "
+                        f"no more fit into max_gib={self.max_bytes / GIB:g}"
                     )
                     break
-                waiting.setdefault(grids, []).append(found)
-                if len(waiting[grids]) == self.libraries[0].together:
-                    self._shelve(grids, waiting.pop(grids))
-            for grids, held in waiting.items():
-                self._shelve(grids, held)
+                waiting.setdefault(grids, []).append((name, image))
+                if len(waiting[grids]) == self.libraries[0].batch_size:
+                    self._add(grids, waiting.pop(grids))
+            for grids, rest in waiting.items():
+                self._add(grids, rest)
             for text in (self.note, *(f"skipped {name}: {reason}" for name, reason in list(self.skipped.items())[:5])):
                 if text:
                     line.say(text)
         self.finished = True
 
-    def _shelve(self, grids: tuple[Grid, ...], held: list[Decoded]) -> None:
-        ids = range(len(self.shown), len(self.shown) + len(held))
+    def _add(self, grids: tuple[Grid, ...], images: list[tuple[str, _Decoded]]) -> None:
+        """Let every network read images of one shape, and show them."""
+        ids = range(len(self.shown), len(self.shown) + len(images))
         for number, library in enumerate(self.libraries):
-            library.read(ids, [found.seen[number] for found in held])
-        self.shown += [Shown(found.name, found.jpeg, *found.size, list(grids)) for found in held]
+            library.read(ids, [image.inputs[number] for _, image in images])
+        self.shown += [PageImage(name, image.jpeg, *image.size, list(grids)) for name, image in images]
 
-    def _decoded(self) -> Iterator[Decoded | None]:
-        """In order; None for one that cannot be read."""
-        with ThreadPoolExecutor(min(4, cpu_count()), thread_name_prefix="decode") as pool:
-            for start in range(0, len(self.chosen), AHEAD):
-                yield from pool.map(self._decode, self.chosen[start : start + AHEAD])
-
-    def _decode(self, index: int) -> Decoded | None:
-        name = self.source.paths[index]
+    def _decode(self, data: bytes) -> _Decoded:
+        decoders = [library.weights.decoder for library in self.libraries]
         try:
-            if not self._inside(name):
-                raise Unreadable("it is a link that leads out of the folder")
-            data = self.source.read(index)
-            decoders = [library.weights.decoder for library in self.libraries]
             pixels = {decoder: decoder(data) for decoder in dict.fromkeys(decoders)}
-        except (Unreadable, UserError, OSError) as error:  # of the user: a package that is missing
-            self.skipped[name] = str(error)
-            return None
-        own = [pixels[decoder] for decoder in decoders]
-        image = pictures.shown(own[0], min(SIDE, max(own[0].shape[1:])))
+        except UserError as error:  # a package that is missing; the other images are shown all the same
+            raise Unreadable(str(error)) from None
+        inputs = [library.prepare(pixels[decoder]) for library, decoder in zip(self.libraries, decoders, strict=True)]
+        first = pixels[decoders[0]]
+        image = pictures.shown(first, min(SIDE, max(first.shape[1:])))
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=QUALITY)
-        seen = [library.see(name, part) for library, part in zip(self.libraries, own, strict=True)]
-        return Decoded(name, buffer.getvalue(), image.size, seen)
-
-    def _inside(self, name: str) -> bool:
-        """Whether a file of a folder lies in it, links followed: nothing outside is ever served."""
-        if not isinstance(self.source, ImageFolder):
-            return True  # named by the user one by one
-        root = os.path.realpath(self.source.root)
-        return os.path.commonpath([root, os.path.realpath(os.path.join(root, name))]) == root
+        return _Decoded(buffer.getvalue(), image.size, inputs)

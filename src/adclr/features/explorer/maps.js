@@ -3,7 +3,7 @@
 
 const VIRIDIS = [[68, 1, 84], [71, 45, 123], [59, 82, 139], [44, 114, 142], [33, 145, 140], [40, 174, 128], [94, 201, 98],
   [170, 220, 50], [253, 231, 37]];
-const COLOURS = Uint8ClampedArray.from({ length: 256 * 3 }, (_, i) => {
+const COLORS = Uint8ClampedArray.from({ length: 256 * 3 }, (_, i) => {
   const place = (Math.floor(i / 3) / 255) * 8, below = Math.min(7, Math.floor(place)), part = place - below;
   return VIRIDIS[below][i % 3] * (1 - part) + VIRIDIS[below + 1][i % 3] * part;
 });
@@ -42,10 +42,10 @@ function enlarged(bytes, rows, columns, channels, width, height) {
   return found;
 }
 
-function coloured(map, width, height) {
+function colorize(map, width, height) {
   const values = enlarged(map.bytes, map.rows, map.columns, map.channels, width, height), image = new ImageData(width, height);
   for (let i = 0; i < width * height; i++)
-    for (let c = 0; c < 3; c++) image.data[4 * i + c] = map.channels === 3 ? values[3 * i + c] : COLOURS[3 * values[i] + c];
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = map.channels === 3 ? values[3 * i + c] : COLORS[3 * values[i] + c];
   for (let i = 3; i < image.data.length; i += 4) image.data[i] = 255;
   return image;
 }
@@ -63,19 +63,19 @@ export function draw(canvas, image, side, map, boxes = [], share = 1) {
   pen.drawImage(image, 0, 0, width, height);
   if (map) {
     pen.globalCompositeOperation = "saturation";
-    pen.fillStyle = "grey";
+    pen.fillStyle = "gray";
     pen.fillRect(0, 0, width, height);
     pen.globalCompositeOperation = "source-over";
     Object.assign(scratch, { width, height });
-    scratch.getContext("2d").putImageData(coloured(map, width, height), 0, 0);
+    scratch.getContext("2d").putImageData(colorize(map, width, height), 0, 0);
     pen.globalAlpha = map.channels === 3 ? 1 : STRENGTH * share;
     pen.drawImage(scratch, 0, 0);
     pen.globalAlpha = 1;
   }
   for (const [left, top, right, bottom] of boxes) {
     const line = Math.max(1.5, side / 150);
-    for (const [colour, thick] of [["#000", line + 2], [MARK, line]]) {
-      pen.strokeStyle = colour;
+    for (const [color, thick] of [["#000", line + 2], [MARK, line]]) {
+      pen.strokeStyle = color;
       pen.lineWidth = thick;
       pen.strokeRect(left * width, top * height, (right - left) * width, (bottom - top) * height);
     }

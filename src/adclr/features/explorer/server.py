@@ -1,4 +1,4 @@
-"""The page's server: a few files of ours, images by their number, and answers as JSON. Nothing is read by a name."""
+"""The web server of the page: its own files, images by number, and answers as JSON. No file is opened by a name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adclr.features.analysis import Box, Floats
 from adclr.features.explorer.gallery import Gallery
-from adclr.features.explorer.library import Library, top_of
+from adclr.features.explorer.library import Library
+from adclr.features.pictures import attention_scale
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 FILES = {"/": ("index.html", "text/html"), "/explorer.css": ("explorer.css", "text/css")}
@@ -39,22 +40,25 @@ HEADERS = {
 
 
 def build(gallery: Gallery, token: str | None) -> ASGIApp:
-    """The application; it reads the images while it runs. Without a token it answers only to names of this machine."""
+    """Return the application, which reads the images while it runs.
 
-    def model(asked: QueryParams) -> Library:
-        return gallery.libraries[_whole(asked, "model", 0, len(gallery.libraries) - 1)]
+    Without a token it answers only requests to a name of this machine.
+    """
 
-    def image(asked: QueryParams) -> int:
-        return _whole(asked, "image", 0, len(gallery.shown) - 1)
+    def model(parameters: QueryParams) -> Library:
+        return gallery.libraries[_whole(parameters, "model", 0, len(gallery.libraries) - 1)]
 
-    def view(asked: QueryParams, library: Library) -> dict[str, Any]:
+    def image(parameters: QueryParams) -> int:
+        return _whole(parameters, "image", 0, len(gallery.shown) - 1)
+
+    def view(parameters: QueryParams, library: Library) -> dict[str, Any]:
         vit = library.vit
-        head = None if asked.get("head", "mean") == "mean" else _whole(asked, "head", 0, vit.num_heads - 1)
-        block = _whole(asked, "block", 0, vit.depth - 1) if "block" in asked else vit.depth - 1
-        return {"block": block, "head": head, "temperature": _fraction(asked, "temperature", 0.05, 100.0, 1.0)}
+        head = None if parameters.get("head", "mean") == "mean" else _whole(parameters, "head", 0, vit.num_heads - 1)
+        block = _whole(parameters, "block", 0, vit.depth - 1) if "block" in parameters else vit.depth - 1
+        return {"block": block, "head": head, "temperature": _fraction(parameters, "temperature", 0.05, 100.0, 1.0)}
 
-    def state(asked: QueryParams) -> dict[str, Any]:
-        since, shown = _whole(asked, "since", 0, 10**9, 0), gallery.shown
+    def state(parameters: QueryParams) -> dict[str, Any]:
+        since, shown = _whole(parameters, "since", 0, 10**9, 0), gallery.shown
         return {
             "models": [
                 {"name": x.name, "depth": x.vit.depth, "heads": x.vit.num_heads, "patch": x.vit.patch_size}
@@ -64,45 +68,45 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
                 {"name": one.name, "width": one.width, "height": one.height, "grids": one.grids}
                 for one in shown[since:]
             ],
-            "tried": gallery.tried,
-            "total": len(gallery.chosen),
+            "tried": gallery.num_read,
+            "total": len(gallery.images),
             "finished": gallery.finished,
             "skipped": len(gallery.skipped),
             "note": gallery.note,
         }
 
-    def known(asked: QueryParams) -> int:
-        """How many images the page knows of: while they are read, there may be more here already."""
-        return _whole(asked, "known", 0, 10**9 - 1, 10**9 - 1)
+    def num_known(parameters: QueryParams) -> int:
+        """Return how many images the page knows of: while they are read, there may be more here already."""
+        return _whole(parameters, "known", 0, 10**9 - 1, 10**9 - 1)
 
-    def query(asked: QueryParams) -> dict[str, Any]:
-        library, started = model(asked), time.perf_counter()
-        found = library.query(image(asked), _box(asked), **view(asked, library))
-        found = [one for one in found if one.id < known(asked)]
+    def query(parameters: QueryParams) -> dict[str, Any]:
+        library, started = model(parameters), time.perf_counter()
+        answers = library.query(image(parameters), _box(parameters), **view(parameters, library))
+        answers = [one for one in answers if one.id < num_known(parameters)]
         return {
-            "ids": [one.id for one in found],
-            **_attention([one.attention for one in found]),
-            "match": _packed(one.match for one in found),
-            "windows": [[round(edge, 4) for edge in one.window] for one in found],
-            "scores": [round(one.score, 4) for one in found],
-            "answers": [round(one.answer, 4) for one in found],
+            "ids": [one.id for one in answers],
+            **_attention([one.attention for one in answers]),
+            "match": _packed(one.match for one in answers),
+            "windows": [[round(edge, 4) for edge in one.window] for one in answers],
+            "scores": [round(one.score, 4) for one in answers],
+            "answers": [round(one.answer, 4) for one in answers],
             "milliseconds": round(1000 * (time.perf_counter() - started)),
         }
 
-    def cls(asked: QueryParams) -> dict[str, Any]:
-        library = model(asked)
-        found = [one for one in library.cls(**view(asked, library)) if one[0] < known(asked)]
-        return {"ids": [id_ for id_, _ in found], **_attention([values for _, values in found])}
+    def cls(parameters: QueryParams) -> dict[str, Any]:
+        library = model(parameters)
+        maps = [one for one in library.cls(**view(parameters, library)) if one[0] < num_known(parameters)]
+        return {"ids": [id_ for id_, _ in maps], **_attention([values for _, values in maps])}
 
-    def components(asked: QueryParams) -> dict[str, Any]:
-        found = [one for one in model(asked).components() if one[0] < known(asked)]
-        return {"ids": [id_ for id_, _ in found], "maps": _packed(values for _, values in found)}
+    def components(parameters: QueryParams) -> dict[str, Any]:
+        maps = [one for one in model(parameters).components() if one[0] < num_known(parameters)]
+        return {"ids": [id_ for id_, _ in maps], "maps": _packed(values for _, values in maps)}
 
-    def similar(asked: QueryParams) -> dict[str, Any]:
-        number, library = image(asked), model(asked)
+    def similar(parameters: QueryParams) -> dict[str, Any]:
+        number, library = image(parameters), model(parameters)
         rows, columns = gallery.shown[number].grids[gallery.libraries.index(library)]
-        place = _whole(asked, "row", 0, rows - 1), _whole(asked, "column", 0, columns - 1)
-        return {"maps": _packed([library.similar(number, *place)])}
+        patch = _whole(parameters, "row", 0, rows - 1), _whole(parameters, "column", 0, columns - 1)
+        return {"maps": _packed([library.similar(number, *patch)])}
 
     def picture(request: Request) -> Response:
         number = request.path_params["number"]
@@ -117,12 +121,12 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
         yield
         gallery.stop.set()
 
-    answers = {"state": state, "query": query, "cls": cls, "components": components, "similar": similar}
-    routes = [Route(path, _file(*what)) for path, what in FILES.items()]
-    routes += [Route(f"/api/{name}", _answer(give)) for name, give in answers.items()]
+    functions = {"state": state, "query": query, "cls": cls, "components": components, "similar": similar}
+    routes = [Route(path, _file(name, kind)) for path, (name, kind) in FILES.items()]
+    routes += [Route(f"/api/{name}", _endpoint(function)) for name, function in functions.items()]
     routes += [Route("/image/{number:int}.jpg", picture)]
-    wrong = {HTTPException: _refused}
-    return Guard(Starlette(routes=routes, lifespan=reading, exception_handlers=wrong), token)  # type: ignore[arg-type]
+    handlers = {HTTPException: _refuse}
+    return Guard(Starlette(routes=routes, lifespan=reading, exception_handlers=handlers), token)  # type: ignore[arg-type]
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Response]:
@@ -130,29 +134,29 @@ def _file(name: str, kind: str) -> Callable[[Request], Response]:
     return lambda _: Response(text, media_type=kind)
 
 
-def _answer(give: Callable[[QueryParams], dict[str, Any]]) -> Callable[[Request], Any]:
+def _endpoint(function: Callable[[QueryParams], dict[str, Any]]) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(give, request.query_params))
+        return JSONResponse(await run_in_threadpool(function, request.query_params))
 
     return endpoint
 
 
-async def _refused(_: Request, error: HTTPException) -> Response:
+async def _refuse(_: Request, error: HTTPException) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-# -- what is asked --
+# -- parameters of a request --
 
 
-def _whole(asked: QueryParams, name: str, least: int, most: int, otherwise: int | None = None) -> int:
-    text = asked.get(name, "" if otherwise is None else str(otherwise))
+def _whole(parameters: QueryParams, name: str, least: int, most: int, default: int | None = None) -> int:
+    text = parameters.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
         raise HTTPException(400, f"{name} must be a whole number from {least} to {most}")
     return int(text)
 
 
-def _fraction(asked: QueryParams, name: str, least: float, most: float, otherwise: float) -> float:
-    return _fractions(asked.get(name, str(otherwise)), name, 1, least, most)[0]
+def _fraction(parameters: QueryParams, name: str, least: float, most: float, default: float) -> float:
+    return _fractions(parameters.get(name, str(default)), name, 1, least, most)[0]
 
 
 def _fractions(text: str, name: str, count: int, least: float, most: float) -> list[float]:
@@ -165,39 +169,39 @@ def _fractions(text: str, name: str, count: int, least: float, most: float) -> l
     return numbers
 
 
-def _box(asked: QueryParams) -> Box:
-    left, top, right, bottom = _fractions(asked.get("box", ""), "box", 4, 0, 1)
+def _box(parameters: QueryParams) -> Box:
+    left, top, right, bottom = _fractions(parameters.get("box", ""), "box", 4, 0, 1)
     if right - left < 0.001 or bottom - top < 0.001:
         raise HTTPException(400, "box must be left, top, right, bottom, and not empty")
     return left, top, right, bottom
 
 
-# -- what is answered --
+# -- answers --
 
 
 def _packed(maps: Iterable[Floats]) -> str:
-    """Numbers in [0, 1] as bytes, one map behind the other."""
+    """Return numbers in [0, 1] as bytes, one map after the other."""
     parts = [(np.clip(values, 0, 1) * 255).round().astype(np.uint8).tobytes() for values in maps]
     return base64.b64encode(b"".join(parts)).decode()
 
 
 def _attention(maps: list[Floats]) -> dict[str, Any]:
-    """Each map of its own top."""
-    tops = [top_of(values) for values in maps]
+    """Return maps of attention, each on its own scale, and their peaks."""
+    tops = [attention_scale(values) for values in maps]
     return {
         "maps": _packed(values / top for values, top in zip(maps, tops, strict=True)),
         "peaks": [round(float(values.max()), 2) for values in maps],
     }
 
 
-# -- who may ask --
+# -- access --
 
 
 class Guard:
-    """In front of everything: the token where there is one, else only requests to a name of this machine.
+    """Lets requests through that have the token or, without one, that are to a name of this machine.
 
-    A page of anyone's can make a browser send requests here under a name of its own that leads to this machine; such a
-    request has that name in its Host.
+    A foreign page can make a browser send requests here under a name of its own that resolves to this machine; such a
+    request has that name in its Host header.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -208,21 +212,21 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        async def sent(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                held = {name.lower() for name, _ in message["headers"]}
-                added = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in held]
+                present = {name.lower() for name, _ in message["headers"]}
+                added = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in present]
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        await (self._admitted(Request(scope)) or self.app)(scope, receive, sent)
+        await (self._refusal(Request(scope)) or self.app)(scope, receive, send_with_headers)
 
-    def _admitted(self, request: Request) -> Response | None:
-        """None if it may go on."""
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the response to a request that may not pass; None if it may."""
         if self.token is None:
             return None if _host(request.headers) in LOCAL else JSONResponse({"error": "this is not its name"}, 421)
-        given = request.query_params.get("token")
-        if given is not None and _same(given, self.token):
+        token = request.query_params.get("token")
+        if token is not None and _same(token, self.token):
             answer = RedirectResponse(request.url.remove_query_params("token").path or "/", 303)
             # Lax: browsers withhold a strict cookie when the link was clicked on another site, so the redirect would
             # end in a 401. Other sites still cannot use it: requests that their pages make come without the cookie,
@@ -234,8 +238,8 @@ class Guard:
         return JSONResponse({"error": "a token is needed: open the address that adclr explore has printed"}, 401)
 
 
-def _same(given: str, wanted: str) -> bool:
-    return secrets.compare_digest(given.encode(), wanted.encode())
+def _same(token: str, expected: str) -> bool:
+    return secrets.compare_digest(token.encode(), expected.encode())
 
 
 def _host(headers: Headers) -> str:

@@ -1,6 +1,6 @@
-"""Weights for other programs: timm, Hugging Face, ONNX, or safetensors and a description as in a run.
+"""Export of weights for other programs: timm, Hugging Face, ONNX, or safetensors and a description as in a run.
 
-A folder with the files and a model card, written beside its place and renamed when it is whole. Where the program that
+The files and a model card are written to a temporary folder, which is renamed when it is complete. If the program that
 they are for is installed, it has read them by then and given our outputs.
 """
 
@@ -23,9 +23,9 @@ from adclr.system.runs import provenance
 from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
 from adclr.weights.export import card, onnx
-from adclr.weights.export.formats import WRITERS, Made
+from adclr.weights.export.formats import WRITERS, Export
 
-RECORD = "export.json"  # what was written and how it was tried
+RECORD = "export.json"  # what was written and how it was checked
 TOLERANCE = 1e-4  # of the largest output
 
 
@@ -37,52 +37,58 @@ def export(
     input_size: int | tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a W into the folder `out` for another program, and says on stdout what was done.
+    """Write a W into the folder `out` for another program, and print what was written.
 
-    An export that is there already is replaced if nobody has changed its files; with `overwrite` any files of the same
-    names are. Other files in the folder stay.
+    An earlier export is replaced if nobody has changed its files; with `overwrite` any files of the same names are.
+    Other files in the folder stay.
     """
     if to not in WRITERS:
         raise UserError(f"there is no export to {to!r}; choose {', '.join(WRITERS)}")
-    place = Path(os.path.abspath(out))
-    check_writable(place)
-    before = None if overwrite else _check_output(place, Path(out))
+    folder = Path(os.path.abspath(out))
+    check_writable(folder)
+    earlier_files = None if overwrite else _check_output(folder, Path(out))
     if to == "onnx":
         onnx.check_installed()
-    found = load_weights(weights, partial, input_size)
-    parents = [parent for parent in place.parents if not parent.exists()]
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    loaded = load_weights(weights, partial, input_size)
+    report = loaded.report
+    parents = [parent for parent in folder.parents if not parent.exists()]
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        made = WRITERS[to](found, temporary)
-        checked = check(found.vit, made)
-        text = card.write(found, card.find_run(str(weights)), made.library, made.usage, made.notes, checked)
+        written = WRITERS[to](loaded, temporary)
+        checks = check(loaded.vit, written)
+        run = card.find_run(str(weights))
+        text = card.write(loaded, run, written.library, written.usage, written.notes, checks)
         (temporary / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
         # as in the card, no path of this machine
-        made_by = {name: value for name, value in provenance().items() if name != "command"}
-        report = found.report.as_json() | {"source": card.last_part(found.report.source)} if found.report else None
-        facts = {"format": to, "checked": checked, "notes": made.notes, "weights": report, "provenance": made_by}
+        facts = {
+            "format": to,
+            "checked": checks,
+            "notes": written.notes,
+            "weights": report.as_json() | {"source": card.last_part(report.source)} if report else None,
+            "provenance": {name: value for name, value in provenance().items() if name != "command"},
+        }
         files = {path.name: snapshot.facts(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / RECORD, facts | {"files": files} | outputs.signature("export"))
         for path in temporary.iterdir():
             _sync(path)
-        _move(temporary, place, before)
+        _move(temporary, folder, earlier_files)
     except BaseException as error:
-        if isinstance(error, OSError):  # named as the user knows it, not by a folder that is removed
-            error.filename = str(error.filename or place).replace(str(temporary), str(place))
+        if isinstance(error, OSError):  # with the name that the user gave, not of a folder that is removed
+            error.filename = str(error.filename or folder).replace(str(temporary), str(folder))
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
         raise
-    for line in (*made.notes, *checked):
+    for line in (*written.notes, *checks):
         print(line)
     print(f"written to {out}: {', '.join(sorted([*files, RECORD]))}")
-    return place
+    return folder
 
 
 def _check_output(folder: Path, out: Path) -> dict[str, Any]:
-    """Returns the files of the export that is in a folder; refuses whatever else is there."""
+    """Return the files of the export in a folder; refuse a folder with anything else in it."""
     if not folder.exists():
         return {}
     if not folder.is_dir():
@@ -103,10 +109,10 @@ def _check_output(folder: Path, out: Path) -> dict[str, Any]:
     return dict(files)
 
 
-def _move(temporary: Path, folder: Path, before: Mapping[str, Any] | None) -> None:
-    """Puts a whole export where it belongs: a new folder at once, else file by file, what says what they are last.
+def _move(temporary: Path, folder: Path, earlier_files: Mapping[str, Any] | None) -> None:
+    """Move a complete export into place: a new folder at once, else file by file, the record last.
 
-    `before` are the files of the export that is there, which may be replaced; None: any may.
+    `earlier_files` are those of an earlier export, which may be replaced; None: any may.
     """
     if not folder.exists():
         os.rename(temporary, folder)
@@ -114,26 +120,26 @@ def _move(temporary: Path, folder: Path, before: Mapping[str, Any] | None) -> No
         return
     names = sorted((path.name for path in temporary.iterdir()), key=lambda name: name == RECORD)
     for name in names:
-        own = before is None or name in before or name == RECORD
-        if os.path.lexists(folder / name) and not own:
+        replaceable = earlier_files is None or name in earlier_files or name == RECORD
+        if os.path.lexists(folder / name) and not replaceable:
             raise UserError(f"{folder / name} was not written by adclr export; {outputs.REMEDY}")
     for name in names:
         os.replace(temporary / name, folder / name)
-    for name in set(before or ()) - set(names):
+    for name in set(earlier_files or ()) - set(names):
         (folder / name).unlink(missing_ok=True)
     temporary.rmdir()
     sync(folder)
 
 
-def check(vit: VisionTransformer, made: Made) -> list[str]:
-    """What the program that they are for makes of the files, on images of two sizes; other outputs are a refusal."""
+def check(vit: VisionTransformer, written: Export) -> list[str]:
+    """Compare the outputs of the target program with ours on images of two sizes; refuse if they differ."""
     try:
-        program, outputs = made.reader()
+        program, outputs = written.reader()
     except ImportError as error:
         return [f"not tried: {error.name or error} is not installed here"]
     patch, (height, width) = vit.patch_size, vit.input_size
     other = (patch * max(1, vit.grid[0] // 2 + 1), patch * max(2, vit.grid[1] // 2))
-    sizes = [(height, width), other] if made.any_size else [(height, width)]
+    sizes = [(height, width), other] if written.any_size else [(height, width)]
     worst = 0.0
     for size in sizes:
         images = torch.randn(2, vit.num_channels, *size, generator=torch.Generator().manual_seed(0))
@@ -141,10 +147,10 @@ def check(vit: VisionTransformer, made: Made) -> list[str]:
             ours, theirs = vit(images), outputs(images)
         for a, b in zip((ours.cls, ours.patches), theirs, strict=True):
             worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp(min=1)))
-    tried = " and ".join(f"{h}x{w}" for h, w in sizes)
+    tried_sizes = " and ".join(f"{h}x{w}" for h, w in sizes)
     if not worst <= TOLERANCE:
         raise UserError(f"{program} gives other outputs, by {worst:.1e}, so nothing was written; try another version")
-    return [f"{program} reads it and gives the same outputs, to {worst:.0e}, on images of {tried} pixels"]
+    return [f"{program} reads it and gives the same outputs, to {worst:.0e}, on images of {tried_sizes} pixels"]
 
 
 def _sync(path: Path) -> None:

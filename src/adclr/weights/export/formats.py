@@ -1,4 +1,4 @@
-"""The files of each format of `exporting`, and how the program that they are for reads them."""
+"""The files of each export format, and how the program that they are for reads them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from adclr.config.sections import VIT_SIZES, UserError
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
-from adclr.weights.backbone import Description, Weights, architecture_of, load_weights, write_backbone
+from adclr.weights.backbone import Weights, load_weights, write_backbone
 from adclr.weights.export import onnx
 
 Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]  # images -> [CLS], patches
 
 
 @dataclass(frozen=True)
-class Made:
-    """What was written, and how it is used and tried."""
+class Export:
+    """The files of an export: how they are used and checked."""
 
     library: str
     usage: str
-    reader: Callable[[], tuple[str, Outputs]]  # (program and its version, outputs); ImportError where it is not there
+    reader: Callable[[], tuple[str, Outputs]]  # (program and its version, outputs); ImportError if it is not installed
     notes: tuple[str, ...] = ()
     any_size: bool = True  # whether the program resamples positions as we do
 
@@ -38,7 +38,7 @@ def _state(vit: VisionTransformer) -> dict[str, Tensor]:
 
 
 def _write(path: Path, state: dict[str, Tensor]) -> None:
-    """Not by safetensors' own `save_file`, whose files nobody else may read."""
+    """Write a safetensors file that other users may read, unlike those of safetensors' `save_file`."""
     write_atomically(path, save(state, metadata={"format": "pt"}))
 
 
@@ -55,10 +55,8 @@ def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...
 # -- safetensors --
 
 
-def _safetensors(weights: Weights, folder: Path) -> Made:
-    shape = architecture_of(weights.vit)
-    described = Description(architecture=shape, mean=weights.mean, std=weights.std, max_value=weights.max_value)
-    write_backbone(folder, _state(weights.vit), described)
+def _safetensors(weights: Weights, folder: Path) -> Export:
+    write_backbone(folder, _state(weights.vit), weights.describe())
 
     def reader() -> tuple[str, Outputs]:
         vit = load_weights(folder, show=False).vit
@@ -72,14 +70,14 @@ vit = adclr.load("FOLDER")  # of this card
 tokens = vit(images)  # tokens.cls, tokens.patches
 ```
 """
-    return Made("adclr", usage, reader)
+    return Export("adclr", usage, reader)
 
 
 # -- timm --
 
 
 def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
-    """The name and the other arguments with which `timm.create_model` makes the same ViT."""
+    """Return the name and the other arguments with which `timm.create_model` builds the same ViT."""
     shape = (vit.dim, vit.depth, vit.num_heads)
     size = next((name for name, known in VIT_SIZES.items() if known == shape), None)
     arguments: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
@@ -98,22 +96,22 @@ def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
     return f"vit_{size or 'tiny'}_patch16_224", arguments
 
 
-def _timm(weights: Weights, folder: Path) -> Made:
+def _timm(weights: Weights, folder: Path) -> Export:
     vit = weights.vit
     name, arguments = timm_arguments(vit)
     _write(folder / "model.safetensors", _state(vit))
     odd_norm = vit.norm_eps != 1e-6
-    if not odd_norm:  # which timm's config.json cannot say
-        shown: dict[str, Any] = {
+    if not odd_norm:  # timm's config.json has no field for it
+        config: dict[str, Any] = {
             "input_size": [vit.num_channels, *vit.input_size],
             "mean": weights.mean,
             "std": weights.std,
         }
-        shown |= {"interpolation": "bicubic", "crop_pct": 0.875, "num_classes": 0, "fixed_input_size": False}
-        shown |= {"first_conv": "patch_embed.proj", "classifier": "head"}
-        kept = {key: value for key, value in arguments.items() if key != "num_classes"}
-        values = {"architecture": name, "num_classes": 0, "num_features": vit.dim, "pretrained_cfg": shown}
-        write_json(folder / "config.json", values | {"model_args": kept})
+        config |= {"interpolation": "bicubic", "crop_pct": 0.875, "num_classes": 0, "fixed_input_size": False}
+        config |= {"first_conv": "patch_embed.proj", "classifier": "head"}
+        model_arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
+        values = {"architecture": name, "num_classes": 0, "num_features": vit.dim, "pretrained_cfg": config}
+        write_json(folder / "config.json", values | {"model_args": model_arguments})
 
     def reader() -> tuple[str, Outputs]:
         import timm
@@ -128,36 +126,36 @@ def _timm(weights: Weights, folder: Path) -> Made:
 
         return f"timm {timm.__version__}", outputs
 
-    said = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    options = "".join(f", {key}={value!r}" for key, value in arguments.items())
     norm = f", norm_layer=partial(torch.nn.LayerNorm, eps={vit.norm_eps!r})" if odd_norm else ""
-    first = "from functools import partial\n\nimport torch\n" if odd_norm else ""
-    short = (
+    imports = "from functools import partial\n\nimport torch\n" if odd_norm else ""
+    shorter = (
         '\n# or, of the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)' if not odd_norm else ""
     )
     usage = f"""
 ```python
-{first}import timm
+{imports}import timm
 from safetensors.torch import load_file
 
-model = timm.create_model("{name}"{said}{norm})
-model.load_state_dict(load_file("model.safetensors")){short}
+model = timm.create_model("{name}"{options}{norm})
+model.load_state_dict(load_file("model.safetensors")){shorter}
 features = model.eval().forward_features(images)  # [CLS], {"registers, " if vit.num_registers else ""}then patches
 ```
 """
     notes = _resampling_notes(vit, "timm", ("antialias",))
-    return Made("timm", usage, reader, notes, any_size=not notes)
+    return Export("timm", usage, reader, notes, any_size=not notes)
 
 
 # -- Hugging Face --
 
 
 def huggingface_state(vit: VisionTransformer) -> dict[str, Tensor]:
-    """Under the names of Dinov2 (with registers); a LayerScale of 1 changes nothing."""
+    """Return the state under the names of Dinov2 (with registers); a LayerScale of 1 changes nothing."""
     state = _state(vit)
     positions = state["pos_embed"]
     if not vit.positioned_prefix:
         positions = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
-    found = {
+    renamed = {
         "embeddings.cls_token": state["cls_token"],
         "embeddings.mask_token": torch.zeros(1, vit.dim),
         "embeddings.position_embeddings": positions,
@@ -165,30 +163,30 @@ def huggingface_state(vit: VisionTransformer) -> dict[str, Tensor]:
         "layernorm.bias": state["norm.bias"],
     }
     if _with_registers(vit):
-        found["embeddings.register_tokens"] = state.get("reg_token", torch.zeros(1, 0, vit.dim))
+        renamed["embeddings.register_tokens"] = state.get("reg_token", torch.zeros(1, 0, vit.dim))
     for kind in ("weight", "bias"):
-        found[f"embeddings.patch_embeddings.projection.{kind}"] = state[f"patch_embed.proj.{kind}"]
+        renamed[f"embeddings.patch_embeddings.projection.{kind}"] = state[f"patch_embed.proj.{kind}"]
     for i in range(vit.depth):
         ours, theirs = f"blocks.{i}.", f"encoder.layer.{i}."
         for kind in ("weight", "bias"):
             parts = state[f"{ours}attn.qkv.{kind}"].chunk(3)
             for part, tensor in zip(("query", "key", "value"), parts, strict=True):
-                found[f"{theirs}attention.attention.{part}.{kind}"] = tensor.clone()
-            found[f"{theirs}attention.output.dense.{kind}"] = state[f"{ours}attn.proj.{kind}"]
+                renamed[f"{theirs}attention.attention.{part}.{kind}"] = tensor.clone()
+            renamed[f"{theirs}attention.output.dense.{kind}"] = state[f"{ours}attn.proj.{kind}"]
             for layer in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
-                found[f"{theirs}{layer}.{kind}"] = state[f"{ours}{layer}.{kind}"]
+                renamed[f"{theirs}{layer}.{kind}"] = state[f"{ours}{layer}.{kind}"]
         for number in (1, 2):
             gamma = state.get(f"{ours}ls{number}.gamma", torch.ones(vit.dim))
-            found[f"{theirs}layer_scale{number}.lambda1"] = gamma
-    return found
+            renamed[f"{theirs}layer_scale{number}.lambda1"] = gamma
+    return renamed
 
 
 def _with_registers(vit: VisionTransformer) -> bool:
-    """Dinov2-with-registers antialiases, Dinov2 does not, and neither is bound to have registers."""
+    """Return whether Dinov2-with-registers fits, which antialiases, even without registers; Dinov2 does not."""
     return bool(vit.num_registers) or vit.position_resampling == "antialias"
 
 
-def _huggingface(weights: Weights, folder: Path) -> Made:
+def _huggingface(weights: Weights, folder: Path) -> Export:
     vit = weights.vit
     (height, width), registers = vit.input_size, _with_registers(vit)
     if height != width:
@@ -214,7 +212,7 @@ def _huggingface(weights: Weights, folder: Path) -> Made:
     _write(folder / "model.safetensors", huggingface_state(vit))
     write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
     notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
-    pictures = vit.num_channels == 3 and weights.max_value is None
+    has_processor = vit.num_channels == 3 and weights.max_value is None
     write_json(folder / "preprocessor_config.json", _preprocessor(weights))
 
     def reader() -> tuple[str, Outputs]:
@@ -231,7 +229,7 @@ def _huggingface(weights: Weights, folder: Path) -> Made:
 
         return f"transformers {transformers.__version__}", outputs
 
-    if pictures:
+    if has_processor:
         usage = (
             'processor = AutoImageProcessor.from_pretrained("FOLDER")\npixels = processor(image, return_tensors="pt")'
         )
@@ -239,18 +237,18 @@ def _huggingface(weights: Weights, folder: Path) -> Made:
         usage = 'pixels = {"pixel_values": images}'
     usage = f"""
 ```python
-from transformers import {"AutoImageProcessor, " if pictures else ""}AutoModel
+from transformers import {"AutoImageProcessor, " if has_processor else ""}AutoModel
 
 model = AutoModel.from_pretrained("FOLDER")  # of this card
 {usage}
 features = model(**pixels).last_hidden_state  # [CLS], {"registers, " if vit.num_registers else ""}then patches
 ```
 """
-    return Made("transformers", usage, reader, tuple(notes), any_size=not notes)
+    return Export("transformers", usage, reader, tuple(notes), any_size=not notes)
 
 
 def _preprocessor(weights: Weights) -> dict[str, Any]:
-    """As our evaluations prepare images: shorter side to 256/224 of the input, then the centre."""
+    """Return the preprocessing of our evaluations: shorter side to 256/224 of the input, then the center."""
     side = weights.vit.input_size[0]
     return {
         "image_processor_type": "BitImageProcessor",
@@ -271,7 +269,7 @@ def _preprocessor(weights: Weights) -> dict[str, Any]:
 # -- ONNX --
 
 
-def _onnx(weights: Weights, folder: Path) -> Made:
+def _onnx(weights: Weights, folder: Path) -> Export:
     file = folder / "model.onnx"
     print("writing ONNX, which takes some seconds", file=sys.stderr)
     onnx.write(weights.vit, file)
@@ -295,10 +293,10 @@ session = onnxruntime.InferenceSession("model.onnx")
 cls, patches = session.run(["cls", "patches"], {"images": images})  # float32, any batch, height and width
 ```
 """
-    return Made("onnx", usage, reader)
+    return Export("onnx", usage, reader)
 
 
-WRITERS: dict[str, Callable[[Weights, Path], Made]] = {
+WRITERS: dict[str, Callable[[Weights, Path], Export]] = {
     "timm": _timm,
     "huggingface": _huggingface,
     "onnx": _onnx,

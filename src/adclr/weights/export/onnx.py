@@ -1,7 +1,7 @@
 """The backbone as ONNX: images of any number, height and width in, `[CLS]` and patches out.
 
-Positions are resampled in the graph by two small matrices, made of elementary operations: ONNX's own Resize is bicubic
-in its own way, and runtimes differ in it.
+Positions are resampled in the graph by two small matrices of elementary operations: the bicubic Resize of ONNX is
+another one, and runtimes differ in it.
 """
 
 from __future__ import annotations
@@ -23,46 +23,47 @@ from adclr.model.blocks import Block
 from adclr.model.vit import OFFSET, PositionResampling, VisionTransformer
 from adclr.system import optional
 
-ONE_FILE = 1_500_000_000  # bytes; ONNX's format ends at 2 GiB, beyond which weights lie in a file beside it
+ONE_FILE = 1_500_000_000  # bytes; a file of ONNX ends at 2 GiB, beyond which weights are in a second file
 
 
 def cubic(x: Tensor, a: float) -> Tensor:
-    """The cubic kernel at a distance of x samples; `a` is its slope at 1."""
+    """Return the cubic kernel at a distance of x samples; `a` is its slope at 1."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = a * (((x - 5) * x + 8) * x - 4)
     return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-def resampling(stored: int, places: Tensor, how: PositionResampling, offset: float | Tensor = OFFSET) -> Tensor:
-    """wanted×stored: each resampled position along one side as a sum of stored ones, as `F.interpolate` has it.
+def resampling(stored: int, targets: Tensor, how: PositionResampling, offset: float | Tensor = OFFSET) -> Tensor:
+    """Return targets×stored weights: each resampled position along one side is a sum of stored ones.
 
-    `places` are 0, 1, ... as numbers, one for each wanted position; how many there are may be open until it runs.
+    They are those of `F.interpolate`. `targets` are the numbers 0, 1, ... of the resampled positions; how many there
+    are may be open until the graph runs.
     """
-    wanted = places[-1] + 1
-    scale = stored / (wanted + offset if how == "offset" else wanted)
-    at = (places + 0.5) * scale - 0.5  # in stored positions
-    cells = torch.arange(stored, dtype=places.dtype)
-    if how == "antialias":  # a kernel as wide as a wanted position, cut at the borders
+    count = targets[-1] + 1
+    scale = stored / (count + offset if how == "offset" else count)
+    at = (targets + 0.5) * scale - 0.5  # in stored positions
+    cells = torch.arange(stored, dtype=targets.dtype)
+    if how == "antialias":  # a kernel as wide as a resampled position, cut at the borders
         weights = cubic((cells - at.unsqueeze(1)) / scale.clamp(min=1.0), a=-0.5)
         return weights / weights.sum(dim=1, keepdim=True)
-    matrix = torch.zeros_like(places).unsqueeze(1) * cells
-    for tap in (-1, 0, 1, 2):  # four neighbours; those beyond the border are the border
+    matrix = torch.zeros_like(targets).unsqueeze(1) * cells
+    for tap in (-1, 0, 1, 2):  # four neighbors; those beyond the border are the border
         near = at.floor() + tap
-        hit = (near.clamp(0, stored - 1).unsqueeze(1) == cells).to(places.dtype)
+        hit = (near.clamp(0, stored - 1).unsqueeze(1) == cells).to(targets.dtype)
         matrix = matrix + cubic(at - near, a=-0.75).unsqueeze(1) * hit
     return matrix
 
 
 class Portable(nn.Module):
-    """What `VisionTransformer.forward` computes of images, in operations that every runtime has."""
+    """`VisionTransformer.forward` of images, in operations that every runtime has."""
 
     def __init__(self, vit: VisionTransformer) -> None:
         super().__init__()
         self.vit = vit
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """B×C×height×width -> B×D, B×N×D"""
+        """Return `[CLS]`, B×D, and patches, B×N×D, of B×C×height×width images."""
         vit = self.vit
         x = vit.patch_embed.proj(images)
         x = (x + self._positions(x.shape[2], x.shape[3])).flatten(2).transpose(1, 2)
@@ -78,29 +79,34 @@ class Portable(nn.Module):
         return x[:, 0], x[:, vit.num_prefix :]
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """D×height×width"""
+        """Return the positions of a grid, D×height×width."""
         vit, how = self.vit, self.vit.position_resampling
         stored = vit.pos_embed[0, vit.positioned_prefix :].view(*vit.grid, vit.dim)
-        places = [torch.arange(count, dtype=stored.dtype) for count in (height, width)]
-        # on the stored grid nothing is resampled; the other ways see to it themselves
-        same = torch.stack([p[-1] + 1 == count for p, count in zip(places, vit.grid, strict=True)]).all()
+        targets = [torch.arange(count, dtype=stored.dtype) for count in (height, width)]
+        # on the stored grid nothing is resampled: the offset is 0 there, and the other ways are the identity
+        same = torch.stack([t[-1] + 1 == count for t, count in zip(targets, vit.grid, strict=True)]).all()
         offset = torch.where(same, 0.0, OFFSET)
-        rows, columns = (resampling(old, new, how, offset) for old, new in zip(vit.grid, places, strict=True))
+        rows, columns = (resampling(old, new, how, offset) for old, new in zip(vit.grid, targets, strict=True))
         return torch.einsum("hi,ijd,wj->dhw", rows, stored, columns)
 
 
 def check_installed() -> None:
+    """Refuse an export without the packages that write ONNX."""
     for package in ("onnx", "onnxscript"):
         optional.check_installed(package, "onnx", "writing ONNX")
 
 
 def write(vit: VisionTransformer, path: Path) -> None:
-    """An .onnx file; input `images`, outputs `cls` and `patches`. Under a minute for a ViT-S on 2 cores."""
+    """Write an .onnx file of input `images`, outputs `cls` and `patches`; under a minute for a ViT-S on 2 cores."""
     patch, dim = vit.patch_size, torch.export.Dim
-    most = 65536 // patch
-    example = torch.zeros(2, vit.num_channels, 3 * patch, 5 * patch)  # a size that is not stored, nor square
+    max_patches = 65536 // patch
+    example = torch.zeros(2, vit.num_channels, 3 * patch, 5 * patch)  # neither the stored size nor square
     shapes = {
-        "images": {0: dim("batch"), 2: patch * dim("rows", max=most), 3: patch * dim("columns", max=most)},
+        "images": {
+            0: dim("batch"),
+            2: patch * dim("rows", max=max_patches),
+            3: patch * dim("columns", max=max_patches),
+        },
     }
     with _quiet():
         program: Any = torch.onnx.export(
@@ -112,18 +118,18 @@ def write(vit: VisionTransformer, path: Path) -> None:
             output_names=["cls", "patches"],
             verbose=False,
         )
-        _forget_paths(program.model)
+        _remove_paths(program.model)
         _name_sides(program.model)
         size = sum(parameter.numel() * 4 for parameter in vit.parameters())
         try:
             program.save(path, external_data=size > ONE_FILE)
         except OSError as error:
-            error.filename = error.filename or str(path)  # which write(2) does not say
+            error.filename = error.filename or str(path)  # write(2) does not set it
             raise
 
 
-def _forget_paths(model: Any) -> None:
-    """The exporter notes for each node which line of which file of this machine it is from."""
+def _remove_paths(model: Any) -> None:
+    """Remove the file and line of this machine that the exporter records for each node."""
     model.metadata_props.clear()
     for graph in model.graphs():
         graph.metadata_props.clear()
@@ -132,25 +138,25 @@ def _forget_paths(model: Any) -> None:
 
 
 def _name_sides(model: Any) -> None:
-    """Names the sides that are open until it runs: the exporter calls them s18 and 8*rows.
+    """Name the dimensions that are open until the graph runs: the exporter calls them s18 and 8*rows.
 
-    Rows and columns are those of patches, which the first convolution makes.
+    Rows and columns are those of patches, the output of the first convolution.
     """
     (images,), (_, patches) = model.graph.inputs, model.graph.outputs
     grid = next(node for node in model.graph if node.op_type == "Conv").outputs[0].shape[2:]
     names = {str(side.value): name for side, name in zip(grid, ("rows", "columns"), strict=True)}
     for graph in model.graphs():
         for value in (*graph.inputs, *graph.outputs, *(out for node in graph for out in node.outputs)):
-            for place, side in enumerate(value.shape or ()):
+            for axis, side in enumerate(value.shape or ()):
                 if not isinstance(side, int) and side.value is not None:
-                    value.shape[place] = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), side.value)
+                    value.shape[axis] = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), side.value)
     images.shape[2], images.shape[3] = "height", "width"
     patches.shape[1] = "patches"
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells of its own progress and of what it deprecates; an export that fails still says why."""
+    """Silence the progress and deprecations of the exporter; an export that fails still raises its error."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
