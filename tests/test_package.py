@@ -89,7 +89,7 @@ def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     source = ROOT / "src"
-    kinds = (".py", ".yaml", ".html", ".css", ".js")
+    kinds = (".py", ".yaml", ".html", ".css", ".js", ".j2", ".jinja")
     shipped = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in kinds}
     inside = {name for name in names if ".dist-info/" not in name}
     assert shipped <= inside

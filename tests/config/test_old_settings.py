@@ -16,7 +16,7 @@ from adclr.config import sections
 from adclr.config.sections import UserError, build, parse_words
 from adclr.config.settings import Settings
 from adclr.evals import wording
-from adclr.report import story
+from adclr.report.record import read_record
 from adclr.study.outline import read
 from adclr.study.results import Results
 from studied import SMALL
@@ -95,7 +95,7 @@ def test_a_run_of_version_0_1_is_resumed_without_a_warning(
     assert "is finished" in captured.out
     with pytest.raises(UserError, match=r"views\.gray is 0\.3 there and 0\.2 here"):
         package.pretrain(images / "train", out=run.path, **TINY, gray=0.2)
-    report = story.read(run.path)
+    report = read_record(run.path)
     assert report.settings == sections.flatten(stored.model_dump(mode="json"))
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_decode import deep_png
 
 from adclr.config.sections import build, parse_words, recipe
 from adclr.config.settings import Settings
 from adclr.data import doctor
 from adclr.system import machine
+from test_decode import deep_png
 from tiny import Adclr
 
 RNG = np.random.default_rng(0)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_embedding import maps_of, rows_of
 
 import adclr as package
 from adclr import cli
@@ -25,6 +24,7 @@ from adclr.features.parts import Parts
 from adclr.system.runs import Run
 from adclr.training import launch
 from adclr.weights.backbone import architecture, save_backbone
+from test_embedding import maps_of, rows_of
 from tiny import TINY, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

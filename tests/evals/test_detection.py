@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_coco import changed
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from adclr.config.sections import UserError
@@ -21,6 +20,7 @@ from adclr.evals.detection import Examples, Settings
 from adclr.evals.mask_rcnn import Autocast, Backbone, Detector
 from dense_scenes import backbone, evaluated, instances, refused, saved
 from dense_scenes import run_lengths as slow_run_lengths
+from test_coco import changed
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

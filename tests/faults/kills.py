@@ -17,7 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lives
-
 from adclr.data.sets import scenes
 from adclr.system.runs import Run
 

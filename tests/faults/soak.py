@@ -21,7 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lives
-
 from adclr.data.sets import scenes
 from adclr.system.runs import Run
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lives
 import pytest
-import soak
 import torch
 
 import adclr as package
+import lives
+import soak
 from adclr.config.sections import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint

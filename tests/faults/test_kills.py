@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import adclr as package
 import kills
 import lives
-
-import adclr as package
 from tiny import TINY
 
 

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import lives
 import numpy as np
 import pytest
 
 import adclr as package
+import lives
 from adclr.config.sections import UserError
 from adclr.data import collection
 from adclr.data import feed as feeds

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lives
 import pytest
 import torch
 from torch import Tensor
 
 import adclr as package
+import lives
 from adclr.config.sections import UserError
 from adclr.data.draws import key_of
 from adclr.model.losses import Center

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lives
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import adclr as package
+import lives
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.training import job, micro_batch, schedules

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lives
 import pytest
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as standard
 
 import adclr as package
+import lives
 from adclr.config.sections import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint

@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-import lives
 import pytest
 
 import adclr as package
+import lives
 from adclr.system.runs import Run
 from adclr.training.signals import SAVED, SIGNALS
 from tiny import TINY

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lives
 import pytest
 
+import lives
 from adclr.system.runs import Run
 from tiny import TINY, words
 

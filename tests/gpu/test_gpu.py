@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, autocast, default_views, for_kernels, write_scenes
 from PIL import Image
 
 import adclr as package
@@ -29,6 +28,7 @@ from adclr.model.ops import head_loss
 from adclr.system.machine import GIB
 from adclr.training import job, micro_batch
 from adclr.weights.backbone import create_backbone
+from on_gpu import CUDA, autocast, default_views, for_kernels, write_scenes
 from tiny import TINY, tiny, words
 
 pytestmark = pytest.mark.gpu

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_gpu import CUDA
-from test_scaled_crops import SIZES, plan_of
-from test_video import drawn
 
 from adclr.data.packed import pack
 from adclr.data.sets import davis
@@ -19,6 +16,9 @@ from adclr.evals import detection, incontext, segmentation, video
 from adclr.evals.incontext import Memory, predict_labels
 from adclr.evals.scaled_crops import crop
 from dense_scenes import backbone, instances, segmented, striped
+from on_gpu import CUDA
+from test_scaled_crops import SIZES, plan_of
+from test_video import drawn
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")

@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from on_gpu import CUDA, write_scenes
 from PIL import Image
 from safetensors.torch import load_file
-from test_reader import picture
 
 import adclr as package
 from adclr.data.augment import frame_kernels
@@ -22,6 +20,8 @@ from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import ImageReader, center_crop, whole_image
 from adclr.weights.backbone import architecture, save_backbone
+from on_gpu import CUDA, write_scenes
+from test_reader import picture
 from tiny import TINY, tiny
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_gpu import CUDA, default_views, write_scenes
 from safetensors.torch import load_file
 
 import adclr as package
@@ -23,6 +22,7 @@ from adclr.training.checkpoint_writer import Writer
 from adclr.training.health import measure_health
 from adclr.training.meter import Meter
 from adclr.training.step import Step
+from on_gpu import CUDA, default_views, write_scenes
 from tiny import TINY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+
 import test_attention
 import test_augment_kernels
 import test_head_loss
 import test_mlp
 import test_norm
 import test_nvjpeg
-
 from adclr.system import devices, triton_available
 
 pytestmark = pytest.mark.gpu

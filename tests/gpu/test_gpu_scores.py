@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, images_of
 
 from adclr.data.augment import crop
 from adclr.data.draws import Draws, crop_boxes
@@ -19,6 +18,7 @@ from adclr.evals.mixing import Eraser
 from adclr.evals.randaugment import randaugment
 from adclr.evals.trainer import Trainer
 from adclr.model.vit import VisionTransformer
+from on_gpu import CUDA, images_of
 from plain_images import coloured, weights
 
 pytestmark = pytest.mark.gpu

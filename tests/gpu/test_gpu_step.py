@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 import adclr as package
 from adclr.config.sections import build
@@ -23,6 +22,7 @@ from adclr.data.views import plan
 from adclr.model.views import Views
 from adclr.system.devices import deterministic
 from adclr.training import job
+from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from test_method import METHODS, make, make_views
 from torch import Tensor
 
 from adclr.model.losses import Center
@@ -16,6 +15,7 @@ from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.ops.head_loss import Part
 from adclr.model.views import Views
 from kernel_device import DEVICE, needs_interpreter
+from test_method import METHODS, make, make_views
 
 pytestmark = needs_interpreter
 DIM, STUDENT, TEACHER = 16, 0.1, 0.04

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_loop import assert_same_state
 
 import adclr as package
 from adclr import cli
@@ -27,6 +26,7 @@ from adclr.training import continued, job, launch, planning
 from adclr.training.journal import Journal
 from adclr.training.plan_gpus import Gpu
 from adclr.weights.backbone import architecture, load_weights, save_backbone
+from test_loop import assert_same_state
 from tiny import TINY, tiny, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
