@@ -17,7 +17,7 @@ from adclr.config.sections import UserError, build, parse_words
 from adclr.config.settings import Settings
 from adclr.evals import wording
 from adclr.report.record import read_record
-from adclr.study.outline import read
+from adclr.study.outline import read_study
 from adclr.study.results import Results
 from studied import SMALL
 from tiny import TINY
@@ -136,7 +136,9 @@ def test_a_control_of_version_0_1_is_found(tmp_path: Path) -> None:
     for file, changes in (("control.json", {}), ("another.json", {"colours": True})):
         text = {"scores": {"segmentation_miou": 20.0}, "settings": stored | changes}
         (folder / file).write_text(json.dumps(text))
-    (line,) = wording.verdict("segmentation", settings, {"segmentation_miou": 30.0}, folder / "none.json", [folder])
+    (line,) = wording.compare_with_control(
+        "segmentation", settings, {"segmentation_miou": 30.0}, folder / "none.json", [folder]
+    )
     assert "10.0 points above" in line
     assert str(folder / "control.json") in line
 
@@ -150,13 +152,13 @@ def test_results_of_a_study_of_version_0_1_are_found(tmp_path: Path) -> None:
         return tmp_path / "study.yaml"
 
     for names in (("views.grey", "colours"), ("views.gray", "colors")):
-        study = read(written(*names))
+        study = read_study(written(*names))
         (cell,), (evaluation,) = study.cells, study.outline.evaluations.values()
         assert (cell.key, evaluation.key) == ("f649cfada69006d8", "0611ca1782980c87")
     results = Results(tmp_path / "results")
     file = results.file(cell)
     file.parent.mkdir(parents=True)
-    known, built = cell.known_by, evaluation.computed()
+    known, built = cell.identity, evaluation.score_settings()
     assert (known["settings"]["views.gray"], built["colors"]) == (0.3, False)
 
     def write(gray: float, colors: bool) -> None:
@@ -171,13 +173,13 @@ def test_results_of_a_study_of_version_0_1_are_found(tmp_path: Path) -> None:
         file.write_text(json.dumps(text))
 
     write(0.3, False)
-    assert results.complete(study, cell)
+    assert results.is_complete(study, cell)
     write(0.1, False)
     with pytest.raises(UserError, match=r"made with views\.gray=0\.1, which is 0\.3 now"):
-        results.of(cell)
+        results.read(cell)
     write(0.3, True)
     with pytest.raises(UserError, match="made with colors=True, which is False now"):
-        results.complete(study, cell)
+        results.is_complete(study, cell)
 
 
 def test_an_embedding_of_version_0_1_is_finished(images: Path, tmp_path: Path) -> None:
