@@ -113,7 +113,7 @@ def main() -> None:
         for case, (runs, busy, share) in cases.items():
             with tempfile.TemporaryDirectory() as place:
                 images = Path(place) / "scenes"
-                scenes.write(images, 0, 64 if given.tiny else 512, 1, 32, show=False)
+                scenes.write_scenes(images, 0, 64 if given.tiny else 512, 1, 32, show=False)
                 rate = measure(Path(place), images / "train", runs, busy, waiting, given)
             alone = next((row.images_per_second for row in rows if row.case == "alone"), rate)  # asleep
             row = Row(waiting, case, rate, rate / alone, rate / (alone * share))

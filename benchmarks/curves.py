@@ -28,7 +28,7 @@ from adclr.data import augment
 from adclr.data.draws import key_of
 from adclr.data.packed import pack
 from adclr.data.sets import scenes
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import devices
 from adclr.system.files import write_json
@@ -46,7 +46,7 @@ def never(*_: object) -> bool:
 
 
 def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, draw: int) -> list[float]:
-    device, batch = devices.choose("auto"), settings.train.batch_size
+    device, batch = devices.select_device("auto"), settings.train.batch_size
     dtype = devices.autocast_dtype("auto", device) if fast else None
     method = job.build(settings).to(device)
     if fast:
@@ -59,7 +59,7 @@ def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, 
         epoch, place = divmod(number, schedules.steps_per_epoch)
         chosen = np.random.default_rng(epoch).permutation(len(images))[place * batch : (place + 1) * batch]
         packed = pack([images[i] for i in chosen])
-        drawn = plan(settings, epoch, keys[chosen], packed.sizes)
+        drawn = plan_batch(settings, epoch, keys[chosen], packed.sizes)
         views = augment.render(packed.to(device), drawn, settings.data.mean, settings.data.std)
         torch.manual_seed(draw * 10**6 + number)  # drop path
         found, _ = step([views], schedules.at(number))
@@ -78,7 +78,7 @@ def main() -> None:
     given = parser.parse_args()
     words = {"train.batch_size": given.batch, "train.epochs": -(-given.steps * given.batch // IMAGES)}
     words |= {"optim.lr": 2e-3, "optim.warmup_epochs": 0.5, "method.momentum": 0.99}
-    settings = sections.build(Settings, sections.recipe("adclr_vits16"), words, TINY if given.tiny else {})
+    settings = sections.build(Settings, sections.load_recipe("adclr_vits16"), words, TINY if given.tiny else {})
     images = [scenes.scene(0, number, 128).image.transpose(2, 0, 1).copy() for number in range(IMAGES)]
     curves = {}
     for name, fast, draw in (("plain", False, 0), ("fast", True, 0), ("fast, other drops", True, 1)):

@@ -32,10 +32,10 @@ from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.views import Views
 from adclr.system.machine import cpu_count
 
@@ -129,7 +129,7 @@ class Bench:
             feed.keep("auto", self.device)
         return feed
 
-    def views(self, feed: Feed, batches: int) -> Ahead[Views]:
+    def views(self, feed: Feed, batches: int) -> Prefetcher[Views]:
         count = len(self.source)
         order = ((0, np.arange(i * self.batch, (i + 1) * self.batch) % count) for i in range(batches))
         return TrainingBatches(self.settings, feed, self.device, self.batch).prefetch(order)
@@ -161,10 +161,10 @@ def stages(bench: Bench, repeats: int) -> None:
         rate("decode, on the GPU", len(whole), repeats, device, lambda: gpu.pack(whole))
     indices = np.arange(bench.batch) % len(source)
     packed = pack([decoder(blobs[int(i)]) for i in indices], pin=device.type == "cuda")
-    drawn = plan(bench.settings, 0, source.keys[indices], packed.sizes)
+    drawn = plan_batch(bench.settings, 0, source.keys[indices], packed.sizes)
     here = packed.to(device)
     count = len(indices)
-    rate("plan", count, repeats, device, lambda: plan(bench.settings, 0, source.keys[indices], packed.sizes))
+    rate("plan", count, repeats, device, lambda: plan_batch(bench.settings, 0, source.keys[indices], packed.sizes))
     rate("copy to the device", count, repeats, device, lambda: packed.to(device))
     rate("views", count, repeats, device, lambda: augment.render(here, drawn, data.mean, data.std))
     if device.type == "cuda":
@@ -217,7 +217,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = sections.build(Settings, sections.recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
+    settings = sections.build(Settings, sections.load_recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
     repeats = given.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "photos"

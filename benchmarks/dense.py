@@ -20,7 +20,7 @@ from torch import Tensor
 from adclr.evals import segmentation
 from adclr.evals.incontext import Encoder, Memory, predict_labels
 from adclr.evals.mask_rcnn import Detector
-from adclr.system.devices import autocast_dtype, choose
+from adclr.system.devices import autocast_dtype, select_device
 from adclr.weights.backbone import Weights, create_backbone
 
 GIB = 2**30
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = choose("auto")
+    device = select_device("auto")
     rows = []
     for name, measure in (("incontext", in_context), ("segmentation", heads), ("detection", detector)):
         if options.only in (None, name):

@@ -122,7 +122,7 @@ class Bench:
             return self.weights.decoder(self.source.read(index))
 
         gpu = float(torch.cuda.mem_get_info()[0]) if self.device.type == "cuda" else 0.0
-        room = cache.Room(host_memory(), gpu)
+        room = cache.FreeMemory(host_memory(), gpu)
         where: Any = "gpu" if gpu else "ram"
         return cache.build_store(where, read, len(self.source), cpu_count(), room, self.device, show=False)
 

@@ -128,7 +128,7 @@ def of_adamw() -> list[Patch]:
 
 
 def of_clipping() -> list[Patch]:
-    return [by_parameter(optim, "update", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
+    return [by_parameter(optim, "optimizer_step", _foreach_norm=torch.linalg.vector_norm, _foreach_mul_=Tensor.mul_)]
 
 
 def of_mean() -> list[Patch]:
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after every row")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and 4 images, to see that it runs")
     given = parser.parse_args()
-    device, batch = devices.choose("auto"), 4 if given.tiny else given.batch
+    device, batch = devices.select_device("auto"), 4 if given.tiny else given.batch
     print(
         f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}; torch {torch.__version__}; batch {batch}"
     )

@@ -64,7 +64,7 @@ class Case:
         changes: dict[str, Any] = {"model.size": self.size, "views.num_local": self.local}
         if self.queries is not None:
             changes["views.num_queries"] = self.queries
-        return sections.build(Settings, sections.recipe(RECIPES[self.method]), changes, TINY if tiny else {})
+        return sections.build(Settings, sections.load_recipe(RECIPES[self.method]), changes, TINY if tiny else {})
 
     def name(self, settings: Settings) -> str:
         letter, views = self.size[0].upper(), settings.views
@@ -210,7 +210,7 @@ def main() -> None:
         print("\n".join(name for _, name in cases) or "no row has such a name; --list names them")
         raise SystemExit(0 if cases else 2)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the deterministic row, read before all others
-    device = devices.choose("auto")
+    device = devices.select_device("auto")
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU only"
     peak = matmul_rate(device)
     print(

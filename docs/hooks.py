@@ -89,9 +89,9 @@ def settings() -> str:
         if isinstance(section, type) and issubclass(section, BaseModel):
             lines += [f"### {name}", "", *_table(section, f"{name}."), ""]
     for name in evals.NAMES:
-        lines += [f"## adclr evaluate {name}", "", *_table(evals.module(name).Settings), ""]
+        lines += [f"## adclr evaluate {name}", "", *_table(evals.import_evaluation(name).Settings), ""]
     others: dict[str, Any] = {"embed": embedding.Settings, "doctor": doctor.Settings, "explore": explorer.Settings}
-    others |= {f"visualize {name}": kind for name, (kind, _) in visualize.DRAW.items()}
+    others |= {f"visualize {name}": kind for name, (kind, _) in visualize.FIGURES.items()}
     for name, kind in others.items():
         lines += [f"## adclr {name}", "", *_table(kind), ""]
     return "\n".join(lines)

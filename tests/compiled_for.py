@@ -24,7 +24,7 @@ from adclr.config.settings import Settings
 from adclr.data.augment import frame_kernels, launch_kernels
 from adclr.data.draws import key_of
 from adclr.data.packed import pack
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import trial_kernels
 
@@ -97,7 +97,7 @@ def views(global_size: int, local_size: int, patch: int) -> None:
     settings = Settings.model_validate(
         {"views": {"global_size": global_size, "local_size": local_size, "jitter": 1.0}, "model": {"patch_size": patch}}
     )
-    planned = plan(settings, 0, np.array([key_of("1")], np.uint64), packed.sizes)
+    planned = plan_batch(settings, 0, np.array([key_of("1")], np.uint64), packed.sizes)
     kinds = [planned.global_crops, planned.local_crops, planned.queries]
     launch_kernels.render_crops(packed, [crops for crops in kinds if crops], settings.data.mean, settings.data.std)
     frames = np.array([[256, 341, 16, 58, 224, 224]])

@@ -26,7 +26,7 @@ torch.set_num_threads(THREADS)
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """32 + 16 scenes of 24 pixels, in train/ and val/ with a sub-folder for each class."""
     folder = tmp_path_factory.mktemp("scenes")
-    scenes.write(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
+    scenes.write_scenes(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
     return folder
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from adclr.data.sets import scenes
 from adclr.features import analysis
-from adclr.features.analysis import Seen
+from adclr.features.analysis import InputImage
 from adclr.weights.backbone import Weights, load_weights
 from tiny import THREADS, Adclr, adclr_command
 
@@ -65,10 +65,10 @@ def test_a_query_made_of_a_patch_finds_that_patch(trained: Weights) -> None:
     found = []
     for index in SCENES:
         image = np.asarray(Image.fromarray(scenes.scene(0, index, 64).image).resize((32, 32), Image.Resampling.BICUBIC))
-        seen = Seen("", image.transpose(2, 0, 1))
-        memory = analysis.read(trained, seen)
+        seen = InputImage("", image.transpose(2, 0, 1))
+        memory = analysis.read_memory(trained, seen)
         patches = seen.pixels.reshape(3, 4, 8, 4, 8).transpose(1, 3, 0, 2, 4).reshape(16, 3, 8, 8)
-        _, answers = analysis.gaze(trained, seen, memory, patches)
+        _, answers = analysis.attend(trained, seen, memory, patches)
         best = analysis.similarity(answers, memory.tokens.patches[0]).argmax(dim=1).numpy()
         found.append((best == np.arange(16)).mean())
     assert np.mean(found) > 0.7  # 0.87 was seen; chance is 0.06
@@ -80,8 +80,8 @@ def test_a_shifted_image_is_matched_by_its_shift(trained: Weights) -> None:
     of_matches, of_patches = [], []
     for index in range(2000, 2200):
         wide = scenes.scene(0, index, 72).image.transpose(2, 0, 1)
-        pair = Seen("", wide[:, :64, :64].copy()), Seen("", wide[:, :64, 8:].copy())
-        matches = analysis.mutual(*(analysis.features(trained, one) for one in pair))
+        pair = InputImage("", wide[:, :64, :64].copy()), InputImage("", wide[:, :64, 8:].copy())
+        matches = analysis.mutual(*(analysis.patch_features(trained, one) for one in pair))
         (rows, columns), there = np.divmod(matches.first, 8), np.divmod(matches.second, 8)
         right = (there[0] == rows) & (there[1] == columns - 1)
         of_matches.append(right.mean())

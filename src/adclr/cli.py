@@ -112,15 +112,15 @@ def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
 
     name, several = options.name, options.name == "transfer"
     _require(options, "name", f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
-    evaluation = evals.module(name)
+    evaluation = evals.import_evaluation(name)
     if options.data:
         if len(options.data) > 1 and not several:
             raise UserError(f"{name} takes one --data, not {len(options.data)}; transfer takes several")
         values["data"] = options.data if several else options.data[0]
     values |= {key: value for key in ("weights", "from_scratch", "partial") if (value := getattr(options, key))}
-    settings = build(evaluation.Settings, evals.recipe_of(name, options.recipe), values)
-    out = _path(options.out) or evals.file_of(name, settings)
-    evals.score(name, settings, out, say=True, overwrite=options.overwrite)
+    settings = build(evaluation.Settings, evals.load_recipe(name, options.recipe), values)
+    out = _path(options.out) or evals.result_path(name, settings)
+    evals.run_evaluation(name, settings, out, say=True, overwrite=options.overwrite)
 
 
 def _embed(options: Namespace, values: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def _doctor(options: Namespace, values: dict[str, Any]) -> None:
 def _plan(options: Namespace, values: dict[str, Any]) -> None:
     from adclr.training import plan_gpus, planning
 
-    gpu = plan_gpus.find(options.gpu, options.gpu_memory, options.gpu_tflops)
+    gpu = plan_gpus.find_gpu(options.gpu, options.gpu_memory, options.gpu_tflops)
     run = options.data, options.images, options.recipe, values
     planning.run(*run, gpu, options.gpus, _path(options.out), _path(options.json), options.overwrite)
 
@@ -160,10 +160,10 @@ def _visualize(options: Namespace, values: dict[str, Any]) -> None:
     from adclr.config.sections import build
     from adclr.features import visualize
 
-    if options.name not in visualize.DRAW:
-        options.parser.error(f"no picture was named; there are: {', '.join(visualize.DRAW)}")
+    if options.name not in visualize.FIGURES:
+        options.parser.error(f"no picture was named; there are: {', '.join(visualize.FIGURES)}")
     _require(options, "images", "weights and images are both needed; write W and then the images")
-    settings = build(visualize.DRAW[options.name][0], values)
+    settings = build(visualize.FIGURES[options.name][0], values)
     visualize.run(options.name, options.weights, options.images, Path(options.out), settings, options.overwrite)
 
 

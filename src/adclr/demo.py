@@ -36,7 +36,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
     check_writable(out)
     note = images / "seed.txt"
     own = note.exists()  # version 0.1 put nothing into the picture
-    outputs.check("demo", () if own else [picture], overwrite)
+    outputs.check_overwrite("demo", () if own else [picture], overwrite)
     if os.path.exists(out) and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     if out.is_dir() and not overwrite and any(path not in (images, half, folder, picture) for path in out.iterdir()):
@@ -51,7 +51,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
     if not images.exists():
         print(f"rendering {NUM_TRAIN} + {NUM_VAL} scenes of {SIZE} pixels into {images}", flush=True)
         shutil.rmtree(half, ignore_errors=True)
-        scenes.write(half, seed, NUM_TRAIN, NUM_VAL, SIZE)
+        scenes.write_scenes(half, seed, NUM_TRAIN, NUM_VAL, SIZE)
         (half / note.name).write_text(f"{seed}\n")
         os.rename(half, images)
     overrides = {"train.seed": seed, "probe.data": str(images)}
@@ -59,7 +59,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
-    pictures.save(picture, draw(load_weights(folder), shown), "demo")
+    pictures.save_picture(picture, draw(load_weights(folder), shown), "demo")
     print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
     print(f"the run:     {folder}")
     print(f"the weights: {folder}/backbone.safetensors")
@@ -70,16 +70,18 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
 def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
     """A row for each scene: its queries, where `[CLS]` and they look, what is like them, and components of patches."""
     patch = weights.vit.patch_size
-    seen = [analysis.see(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
-    patches = [analysis.features(weights, one) for one in seen]
-    basis = analysis.basis(torch.cat(patches))
+    seen = [analysis.prepare_image(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
+    patches = [analysis.patch_features(weights, one) for one in seen]
+    basis = analysis.fit_basis(torch.cat(patches))
     rows = []
     for scene, one, part in zip(shown, seen, patches, strict=True):
-        cells = figures.ask(weights, one, query_boxes(scene)).cells(figures.CELL)
+        cells = figures.query_image(weights, one, query_boxes(scene)).cells(figures.CELL)
         colours = basis.colours(part).reshape(*one.grid(weights.vit), 3)
-        cells.append(Cell(pictures.tinted(pictures.shown(one.pixels, figures.CELL), colours), "components"))
+        cells.append(
+            Cell(pictures.overlay_colors(pictures.display_image(one.pixels, figures.CELL), colours), "components")
+        )
         rows.append(cells)
-    return pictures.sheet(rows, [one.name for one in seen], figures.BOTH)
+    return pictures.compose_sheet(rows, [one.name for one in seen], figures.QUERY_BAR)
 
 
 def query_boxes(scene: Scene) -> list[Box]:

@@ -90,11 +90,11 @@ def test_yaml_is_data() -> None:
 
 def test_recipes_are_found_and_mistyped_ones_corrected() -> None:
     with pytest.raises(UserError, match="did you mean 'adclr_vits16'"):
-        sections.recipe("adclr_vits_16")
+        sections.load_recipe("adclr_vits_16")
     with pytest.raises(UserError, match="--list-recipes"):
-        sections.recipe("%%%")
+        sections.load_recipe("%%%")
     with pytest.raises(UserError, match="cannot be read"):
-        sections.recipe("nowhere.yaml")
+        sections.load_recipe("nowhere.yaml")
 
 
 def test_every_setting_is_explained_and_has_a_default() -> None:

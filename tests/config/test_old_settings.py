@@ -121,8 +121,8 @@ def test_a_settings_file_of_version_0_1_is_a_recipe(images: Path, tmp_path: Path
 def test_scores_of_version_0_1_keep_their_file_name(
     tmp_path: Path, name: str, settings: dict[str, Any], file: str
 ) -> None:
-    built = build(evals.module(name).Settings, {"weights": tmp_path, "data": "/x"}, settings)
-    assert evals.file_of(name, built).name == file
+    built = build(evals.import_evaluation(name).Settings, {"weights": tmp_path, "data": "/x"}, settings)
+    assert evals.result_path(name, built).name == file
 
 
 def test_a_control_of_version_0_1_is_found(tmp_path: Path) -> None:

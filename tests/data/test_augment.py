@@ -15,7 +15,7 @@ from adclr.data.augment.resample import resample, resample_each
 from adclr.data.draws import key_of
 from adclr.data.packed import Packed, pack
 from adclr.data.sets import scenes
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from tiny import tiny
 
 
@@ -123,7 +123,7 @@ def test_views_have_their_shapes_and_do_not_hang_on_their_neighbors_by_one_bit()
     keys = np.array([key_of(str(i)) for i in range(4)], np.uint64)
     mean, std = settings.data.mean, settings.data.std
     together = pack(IMAGES)
-    whole = render(together, plan(settings, 0, keys, together.sizes), mean, std)
+    whole = render(together, plan_batch(settings, 0, keys, together.sizes), mean, std)
     assert whole.global_crops.shape == (2, 4, 3, 16, 16)
     assert whole.local_crops is not None
     assert whole.local_crops.shape == (2, 4, 3, 8, 8)
@@ -131,7 +131,7 @@ def test_views_have_their_shapes_and_do_not_hang_on_their_neighbors_by_one_bit()
     assert whole.queries.shape == (4, 3, 3, 4, 4)
     for n in range(4):
         alone = pack([IMAGES[n]])
-        one = render(alone, plan(settings, 0, keys[n : n + 1], alone.sizes), mean, std)
+        one = render(alone, plan_batch(settings, 0, keys[n : n + 1], alone.sizes), mean, std)
         assert torch.equal(one.global_crops[:, 0], whole.global_crops[:, n])
         assert one.local_crops is not None
         assert torch.equal(one.local_crops[:, 0], whole.local_crops[:, n])
@@ -148,7 +148,7 @@ def test_views_have_their_shapes_and_do_not_hang_on_their_neighbors_by_one_bit()
 def test_a_query_is_the_raw_image_resized_and_normalized() -> None:
     settings = tiny(flip=0.0)
     packed = pack(IMAGES[:1])
-    made = plan(settings, 0, np.array([5], np.uint64), packed.sizes)
+    made = plan_batch(settings, 0, np.array([5], np.uint64), packed.sizes)
     views = render(packed, made, settings.data.mean, settings.data.std)
     assert made.queries is not None
     assert views.queries is not None
@@ -173,7 +173,7 @@ def test_views_of_photographs_are_pillows(kind: str, size: int) -> None:
     """The boxes that are really drawn, at the sizes that are really made."""
     images = photographs()
     keys = np.array([key_of("china"), key_of("flower")], np.uint64)
-    made = plan(Settings(), 0, keys, np.array([image.shape[1:] for image in images]))
+    made = plan_batch(Settings(), 0, keys, np.array([image.shape[1:] for image in images]))
     crops = getattr(made, kind)
     packed = pack(images)
     for number, image in enumerate(images):

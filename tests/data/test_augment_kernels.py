@@ -13,7 +13,7 @@ from adclr.data.augment import kernels, launch_kernels
 from adclr.data.draws import key_of
 from adclr.data.packed import pack
 from adclr.data.sets import scenes
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from kernel_device import DEVICE, needs_interpreter
 from tiny import tiny
 
@@ -55,7 +55,7 @@ def both(settings: Settings, kind: str, images: list[np.ndarray]) -> tuple[torch
     """(kernels, plain) views of one kind, brought back to 0..255."""
     packed = pack(images).to(DEVICE)
     keys = np.array([key_of(str(number)) for number in range(len(images))], np.uint64)
-    crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
+    crops = getattr(plan_batch(settings, 0, keys, packed.sizes), kind)
     channels = packed.num_channels
     mean, std = (np.resize(numbers, channels).tolist() for numbers in (MEAN, STD))
     fast = launch_kernels.render_crops(packed, [crops], tuple(mean), tuple(std))[0].cpu()
@@ -118,7 +118,7 @@ def test_a_view_does_not_hang_on_its_neighbors_by_one_bit() -> None:
 
     def views(chosen: list[int]) -> torch.Tensor:
         packed = pack([images[i] for i in chosen]).to(DEVICE)
-        crops = plan(settings, 0, keys[chosen], packed.sizes).global_crops
+        crops = plan_batch(settings, 0, keys[chosen], packed.sizes).global_crops
         return launch_kernels.render_crops(packed, [crops], MEAN, STD)[0]
 
     assert torch.equal(views([0, 1, 2, 3])[:, 2], views([2])[:, 0])
@@ -139,7 +139,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
     settings = Settings().model_copy(update={"views": views, "model": model})
     packed = pack(photos).to(DEVICE)
     keys = np.array([key_of(name) for name in ("china", "flower")[chosen]], np.uint64)
-    crops = getattr(plan(settings, 0, keys, packed.sizes), kind)
+    crops = getattr(plan_batch(settings, 0, keys, packed.sizes), kind)
     assert crops.size == {"queries": patch_size, "local_crops": 96, "global_crops": 224}[kind]
     if kind == "queries":
         assert crops.flip.any()

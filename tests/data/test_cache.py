@@ -15,7 +15,7 @@ import torch
 import adclr as package
 from adclr.config.sections import UserError
 from adclr.data import cache
-from adclr.data.cache import GIB, Room, Store
+from adclr.data.cache import GIB, FreeMemory, Store
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
@@ -23,7 +23,7 @@ from adclr.system.runs import Run
 from tiny import TINY
 
 CPU = torch.device("cpu")
-PLENTY = Room(4 * GIB, 0)
+PLENTY = FreeMemory(4 * GIB, 0)
 
 
 @pytest.fixture
@@ -77,23 +77,23 @@ def test_a_store_holds_every_image_and_the_next_for_one_that_is_broken(data: Pat
 @pytest.mark.parametrize(
     ("mode", "size", "room", "place"),
     [
-        ("auto", 1, Room(100, 100), "gpu"),
-        ("auto", 16, Room(100, 100), "gpu"),  # 16 · 1.5 <= a quarter of the GPU
-        ("auto", 17, Room(100, 100), "ram"),
-        ("auto", 33, Room(100, 100), "ram"),
-        ("auto", 34, Room(100, 100), None),  # 34 · 1.5 > half of the memory
-        ("auto", 1, Room(100, 0), "ram"),
-        ("ram", 99, Room(100, 0), "ram"),
-        ("gpu", 99, Room(100, 100), "gpu"),
+        ("auto", 1, FreeMemory(100, 100), "gpu"),
+        ("auto", 16, FreeMemory(100, 100), "gpu"),  # 16 · 1.5 <= a quarter of the GPU
+        ("auto", 17, FreeMemory(100, 100), "ram"),
+        ("auto", 33, FreeMemory(100, 100), "ram"),
+        ("auto", 34, FreeMemory(100, 100), None),  # 34 · 1.5 > half of the memory
+        ("auto", 1, FreeMemory(100, 0), "ram"),
+        ("ram", 99, FreeMemory(100, 0), "ram"),
+        ("gpu", 99, FreeMemory(100, 100), "gpu"),
     ],
 )
-def test_where_a_collection_is_kept(mode: str, size: float, room: Room, place: str | None) -> None:
-    assert cache.place(mode, size, room) == place
+def test_where_a_collection_is_kept(mode: str, size: float, room: FreeMemory, place: str | None) -> None:
+    assert cache.choose_location(mode, size, room) == place
 
 
 def test_a_collection_that_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"data\.cache=ram needs about 2\.0 GiB and 1\.0 are free"):
-        cache.place("ram", 2 * GIB, Room(GIB, 0))
+        cache.choose_location("ram", 2 * GIB, FreeMemory(GIB, 0))
     with pytest.raises(UserError, match="the run is not on a GPU"):
         cache.build_store("gpu", lambda index: None, 5, 1, PLENTY, CPU)
     small, large = np.zeros((3, 2, 2), np.uint8), np.zeros((3, 5000, 5000), np.uint8)

@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 
 from adclr.config.sections import UserError
 from adclr.data.sets import scenes
-from adclr.data.sets.coco import Instances, check, decode_runs, filled, open_instances
+from adclr.data.sets.coco import Instances, check, decode_runs, fill_mask, open_instances
 from adclr.evals.detection import STATISTICS, average_precision
 from dense_scenes import instances, run_lengths
 
@@ -32,7 +32,7 @@ def test_objects_are_the_scenes(tmp_path: Path) -> None:
         assert [one.kind for one in train.objects[index]] == [thing.kind for thing in made.objects]
         for one, thing in zip(train.objects[index], made.objects, strict=True):
             assert one.box == thing.box
-            assert np.array_equal(filled(one.mask, 64, 64), thing.mask)
+            assert np.array_equal(fill_mask(one.mask, 64, 64), thing.mask)
 
 
 def test_polygons_and_both_kinds_of_run_lengths_are_pycocotools() -> None:
@@ -41,10 +41,10 @@ def test_polygons_and_both_kinds_of_run_lengths_are_pycocotools() -> None:
         mask = np.asfortranarray(rng.random((13, 17)) < rng.random())
         compressed = their_masks.encode(mask.astype(np.uint8))
         assert decode_runs(compressed["counts"].decode()) == run_lengths(mask)
-        assert np.array_equal(filled(np.array(run_lengths(mask)), 13, 17), mask)
+        assert np.array_equal(fill_mask(np.array(run_lengths(mask)), 13, 17), mask)
         polygon = (rng.random(8) * 13).tolist()
         theirs = their_masks.decode(their_masks.merge(their_masks.frPyObjects([polygon], 13, 17)))
-        assert np.array_equal(filled([polygon], 13, 17), theirs)
+        assert np.array_equal(fill_mask([polygon], 13, 17), theirs)
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], Any], split: str = "train") -> Path:
@@ -135,7 +135,7 @@ def guessed(truth: Instances, seed: int) -> list[dict[str, Any]]:
     for index, own in enumerate(truth.objects):
         height, width = truth.sizes[index].tolist()
         for one in [*own, *own[:1]]:
-            mask = filled(one.mask, height, width).copy()
+            mask = fill_mask(one.mask, height, width).copy()
             shift = int(rng.integers(-4, 5))
             mask = np.roll(mask, shift, axis=1)
             left, top, right, bottom = one.box

@@ -17,7 +17,7 @@ import adclr as package
 from adclr.config.sections import UserError
 from adclr.data import shards, sources
 from adclr.data.collection import expand, open_source
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
 from adclr.training import launch
 from tiny import TINY, Adclr, words
@@ -71,9 +71,9 @@ def test_shards_are_read_at_random(folder: ImageFolder, tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / "both" / split).mkdir(parents=True)
         shutil.copy(tmp_path / "part-000.tar", tmp_path / "both" / split)
-    assert len(open_labelled(tmp_path / "both").train.source) == 11
+    assert len(open_labeled(tmp_path / "both").train.source) == 11
     with pytest.raises(UserError, match="too few images of class"):
-        open_labelled(tmp_path)
+        open_labeled(tmp_path)
 
 
 def test_an_archive_beside_photos_is_not_the_collection(folder: ImageFolder, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_hugging_face_data_set_on_disk(folder: ImageFolder, tmp_path: Path) ->
     datasets.DatasetDict(train=data, val=data).save_to_disk(tmp_path / "two")
     with pytest.raises(UserError, match=r"name one of them, such as hf:.*/train"):
         open_source(f"hf:{tmp_path}/two")
-    assert open_labelled(f"hf:{tmp_path}/two").classes == kinds
+    assert open_labeled(f"hf:{tmp_path}/two").classes == kinds
     with pytest.raises(UserError, match="is no data set written by save_to_disk"):
         open_source(f"hf:{folder.root}")
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "words")
@@ -346,7 +346,7 @@ def test_a_run_keeps_its_index(images: Path, tmp_path: Path) -> None:
 
 def test_a_million_names_are_indexed_and_loaded_in_seconds(tmp_path: Path) -> None:
     names = [f"n{i % 1000:08d}/image_{i:08d}.JPEG" for i in range(1_000_000)]
-    made = sources.Listing(names, {str(tmp_path / str(i)): (0, i) for i in range(1000)}, sources.NO_PLACES, [])
+    made = sources.Listing(names, {str(tmp_path / str(i)): (0, i) for i in range(1000)}, sources.NO_EXTENTS, [])
     started = time.monotonic()
     made.save(tmp_path / "index.npz")
     back = sources.load_listing(tmp_path / "index.npz")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr.config.sections import build, parse_words, recipe
+from adclr.config.sections import build, load_recipe, parse_words
 from adclr.config.settings import Settings
 from adclr.data import doctor
 from adclr.system import machine
@@ -185,7 +185,7 @@ def test_bands_are_named_with_the_setting_that_reads_them(tmp_path: Path, pages:
     report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1, num_channels=5))
     assert (report["readable"], report["modes"], len(report["mean"])) == (8, {"5 bands": 8}, 5)
     words = [word for word in as_a_shell_splits(report["advice"][0]) if "=" in word]
-    assert build(Settings, recipe("adclr_small"), parse_words(words)).model.num_channels == 5
+    assert build(Settings, load_recipe("adclr_small"), parse_words(words)).model.num_channels == 5
 
 
 def test_dangling_links_are_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from adclr.data.collection import open_source
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Batch, Feed
 from adclr.data.sources import ImageFolder, Subset
-from adclr.data.views import BatchPlan, plan
+from adclr.data.views import BatchPlan, plan_batch
 from adclr.features.reader import ImageReader, center_crop
 from tiny import tiny
 
@@ -27,7 +27,7 @@ SETTINGS = tiny()
 
 
 def planner(epoch: int, keys: np.ndarray, sizes: np.ndarray) -> BatchPlan:
-    return plan(SETTINGS, epoch, keys, sizes)
+    return plan_batch(SETTINGS, epoch, keys, sizes)
 
 
 def order(count: int, batch: int = 4) -> list[tuple[int, np.ndarray]]:

@@ -24,7 +24,7 @@ from adclr.data.augment import render
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.system.runs import Run
 from tiny import TINY, Adclr, tiny, words
 
@@ -164,7 +164,9 @@ def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path, num_w
         feed = Feed(source, num_workers, Decoder())
         found = {}
         order = ((3, np.array([i])) for i in range(len(source)))
-        for path, batch in zip(source.paths, feed.batches(order, lambda e, k, s: plan(settings, e, k, s)), strict=True):
+        for path, batch in zip(
+            source.paths, feed.batches(order, lambda e, k, s: plan_batch(settings, e, k, s)), strict=True
+        ):
             made = render(batch.packed, batch.plan, settings.data.mean, settings.data.std)
             assert made.local_crops is not None
             assert made.queries is not None
@@ -217,7 +219,7 @@ def test_thousands_of_batches_leave_nothing_behind(images: Path) -> None:
 
     early = late = used()
     settings = tiny()
-    for number, _ in enumerate(feed.batches(order, lambda e, k, s: plan(settings, e, k, s))):
+    for number, _ in enumerate(feed.batches(order, lambda e, k, s: plan_batch(settings, e, k, s))):
         if number == 500:
             early = used()
         late = used() if number == 2990 else late

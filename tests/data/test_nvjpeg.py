@@ -20,7 +20,7 @@ from adclr.data.jpeg import read_header
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from kernel_device import DEVICE
 from tiny import tiny
 
@@ -153,7 +153,7 @@ def test_batches_with_broken_files_are_filled_by_the_rule(tmp_path: Path) -> Non
     def batches(gpu: GpuDecoder | None, listed: list[str]) -> list[Any]:
         feed = Feed(source, 2, Decoder(), on_unreadable=lambda path, reason: listed.append(path), gpu_decoder=gpu)
         order = [(0, np.arange(0, 4)), (0, np.arange(4, 8)), (0, np.arange(8, 12))]
-        return list(feed.batches(order, lambda e, k, s: plan(settings, e, k, s)))
+        return list(feed.batches(order, lambda e, k, s: plan_batch(settings, e, k, s)))
 
     told: list[str] = []
     also: list[str] = []
@@ -190,7 +190,7 @@ def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPat
     feed = Feed(
         source, 2, counted, on_unreadable=lambda p, r: listed.append(p), gpu_decoder=GpuDecoder(decoder, DEVICE)
     )  # type: ignore[arg-type]
-    (batch,) = feed.batches([(0, np.arange(6))], lambda e, k, s: plan(settings, e, k, s))
+    (batch,) = feed.batches([(0, np.arange(6))], lambda e, k, s: plan_batch(settings, e, k, s))
     assert asked == [odd]
     assert listed == []
     expected = decoder(odd)

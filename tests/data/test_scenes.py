@@ -44,7 +44,7 @@ def test_all_kinds_come_about_equally_often() -> None:
 
 
 def test_folders_hold_what_the_scenes_say(tmp_path: Path) -> None:
-    scenes.write(tmp_path, 2, 12, 6, 20, show=False)
+    scenes.write_scenes(tmp_path, 2, 12, 6, 20, show=False)
     assert len(list((tmp_path / "train").rglob("*.png"))) == 12
     for file in (tmp_path / "val").rglob("*.png"):
         made = scenes.scene(2, int(file.stem), 20)

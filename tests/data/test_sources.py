@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from adclr.config.sections import UserError
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
 from adclr.system import progress
 
@@ -95,19 +95,19 @@ def test_the_fingerprint_is_of_names_wherever_they_lie(tmp_path: Path) -> None:
 
 def test_a_labeled_folder_is_split_by_key(tmp_path: Path) -> None:
     touch(tmp_path, *(f"{kind}/{i}.png" for kind in "ab" for i in range(100)))
-    found = open_labelled(tmp_path)
+    found = open_labeled(tmp_path)
     assert found.classes == ["a", "b"]
     assert len(found.train.source) + len(found.val.source) == 200
     assert 20 < len(found.val.source) < 60
     assert not set(found.train.source.paths) & set(found.val.source.paths)
     before = set(found.val.source.paths)
     touch(tmp_path, "b/more.png")  # moves no other image from one side to the other
-    assert before <= set(open_labelled(tmp_path).val.source.paths) <= before | {"b/more.png"}
+    assert before <= set(open_labeled(tmp_path).val.source.paths) <= before | {"b/more.png"}
 
 
 def test_train_and_val_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.png", "train/dog/2.png", "val/dog/3.png")
-    found = open_labelled(tmp_path)
+    found = open_labeled(tmp_path)
     assert found.train.labels.tolist() == [0, 1]
     assert found.val.labels.tolist() == [1]
 
@@ -124,4 +124,4 @@ def test_train_and_val_folders_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_labels_that_cannot_be_scored_are_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
     touch(tmp_path, *files)
     with pytest.raises(UserError, match=message):
-        open_labelled(tmp_path)
+        open_labeled(tmp_path)

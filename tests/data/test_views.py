@@ -7,7 +7,7 @@ import pytest
 
 from adclr.config.settings import Settings
 from adclr.data.draws import TRIES, Draws, crop_boxes, key_of
-from adclr.data.views import Crops, block_masks, num_masked_rows, plan
+from adclr.data.views import Crops, block_masks, num_masked_rows, plan_batch
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)
@@ -20,7 +20,7 @@ def arrays(crops: Crops) -> list[np.ndarray]:
 
 def test_an_images_plan_does_not_hang_on_its_neighbours() -> None:
     settings = tiny(masked_weight=1.0)
-    whole, part = plan(settings, 5, KEYS, SIZES), plan(settings, 5, KEYS[[8, 3]], SIZES[[8, 3]])
+    whole, part = plan_batch(settings, 5, KEYS, SIZES), plan_batch(settings, 5, KEYS[[8, 3]], SIZES[[8, 3]])
     for a, b in (
         (whole.global_crops, part.global_crops),
         (whole.local_crops, part.local_crops),
@@ -33,7 +33,7 @@ def test_an_images_plan_does_not_hang_on_its_neighbours() -> None:
     assert whole.masks is not None
     assert part.masks is not None
     assert np.array_equal(whole.masks[[8, 3]], part.masks)
-    other = plan(settings, 6, KEYS, SIZES)
+    other = plan_batch(settings, 6, KEYS, SIZES)
     assert not np.array_equal(other.global_crops.boxes, whole.global_crops.boxes)
 
 
@@ -41,7 +41,7 @@ def test_anchored_queries_are_the_boxes_of_local_crops_and_the_rest_are_random()
     for num_queries in (2, 3, 7):
         changes = {"num_local": 3, "num_queries": num_queries}
         anchored, random = (
-            plan(tiny(query_source=source, **changes), 5, KEYS, SIZES) for source in ("local", "random")
+            plan_batch(tiny(query_source=source, **changes), 5, KEYS, SIZES) for source in ("local", "random")
         )
         local, queries, free = anchored.local_crops, anchored.queries, random.queries
         assert local is not None
@@ -95,7 +95,7 @@ def test_where_no_try_fits_the_largest_central_crop_is_taken(size: tuple[int, in
 
 def test_how_often_things_are_done() -> None:
     settings = tiny(num_local=10, num_queries=10)
-    made = plan(settings, 0, KEYS, SIZES)
+    made = plan_batch(settings, 0, KEYS, SIZES)
     g, local, queries = made.global_crops, made.local_crops, made.queries
     assert local is not None
     assert queries is not None
@@ -113,13 +113,13 @@ def test_how_often_things_are_done() -> None:
     # queries: nothing but the flip
     assert abs(queries.flip.mean() - 0.5) < 0.02
     assert not (queries.jitter | queries.gray | queries.solarize | (queries.sigma > 0)).any()
-    altered = plan(tiny(query_photometric="local"), 0, KEYS, SIZES).queries
+    altered = plan_batch(tiny(query_photometric="local"), 0, KEYS, SIZES).queries
     assert altered is not None
     assert abs(altered.jitter.mean() - 0.8) < 0.03
 
 
 def test_no_queries_no_local_views_no_masks() -> None:
-    made = plan(tiny(num_queries=0, num_local=0), 0, KEYS[:2], SIZES[:2])
+    made = plan_batch(tiny(num_queries=0, num_local=0), 0, KEYS[:2], SIZES[:2])
     assert made.queries is None
     assert made.local_crops is None
     assert made.masks is None
@@ -135,11 +135,11 @@ def test_a_batch_has_room_for_the_patches_that_are_hidden() -> None:
         assert room == pytest.approx(min(sums.mean() + 4 * sums.std(), batch), rel=0.05)
     assert num_masked_rows(2, 100, 0.5, (0.1, 0.5)) == 100  # both views, half of each
     settings = tiny(masked_weight=1.0)
-    made = plan(settings, 0, np.arange(64, dtype=np.uint64), np.full((64, 2), 40))
+    made = plan_batch(settings, 0, np.arange(64, dtype=np.uint64), np.full((64, 2), 40))
     assert made.masks is not None
     assert made.masks.sum() <= made.masked_rows < made.masks.size
     assert (
-        plan(
+        plan_batch(
             tiny(masked_weight=1.0, target="sinkhorn"), 0, np.arange(4, dtype=np.uint64), np.full((4, 2), 40)
         ).masked_rows
         == 0
@@ -203,7 +203,7 @@ def test_settings_are_the_papers() -> None:
 def test_each_kind_of_crop_has_its_own_area() -> None:
     """The whole range of its own setting, and not another's."""
     sizes = np.full((1000, 2), 1000, np.int64)
-    made = plan(Settings(), 0, KEYS, sizes)
+    made = plan_batch(Settings(), 0, KEYS, sizes)
     wanted = {"global_crops": (0.4, 1.0), "local_crops": (0.05, 0.4), "queries": (0.05, 0.15)}
     for kind, (low, high) in wanted.items():
         boxes = getattr(made, kind).boxes
@@ -217,7 +217,7 @@ def test_each_kind_of_crop_has_its_own_area() -> None:
 
 def test_how_much_is_masked() -> None:
     settings = Settings().model_copy(update={"method": Settings().method.model_copy(update={"masked_weight": 1.0})})
-    masks = plan(settings, 0, KEYS, SIZES).masks
+    masks = plan_batch(settings, 0, KEYS, SIZES).masks
     assert masks is not None
     share = masks.mean(axis=-1)
     assert abs((share > 0).mean() - 0.5) < 0.03  # every other view

@@ -14,7 +14,7 @@ import torch
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from adclr.config.sections import UserError
-from adclr.data.sets.coco import filled, open_instances
+from adclr.data.sets.coco import fill_mask, open_instances
 from adclr.evals import detection, mask_rcnn
 from adclr.evals.detection import Examples, Settings
 from adclr.evals.mask_rcnn import Autocast, Backbone, Detector
@@ -89,7 +89,7 @@ def test_examples_are_what_the_json_says(tmp_path: Path) -> None:
                         if np.array_equal(stored[:, :, ::-1] if flip else stored, pixels):
                             seen.append((index, flip))
                             own = [one for one in train.objects[index] if not one.crowd]
-                            masks = np.stack([filled(one.mask, 64, 64) for one in own])
+                            masks = np.stack([fill_mask(one.mask, 64, 64) for one in own])
                             masks = masks[:, :, ::-1] if flip else masks
                             assert np.array_equal(target["masks"].numpy(), masks)
                             assert target["labels"].tolist() == [one.kind + 1 for one in own]

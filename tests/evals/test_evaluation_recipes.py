@@ -30,8 +30,8 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     evaluation = name.split("_")[0]
     assert f"evaluate {evaluation} " in lines[1]
     assert lines[1].endswith(f"--recipe {name}")
-    defaults = sections.build(evals.module(evaluation).Settings)
-    assert sections.differences(defaults, sections.build(type(defaults), sections.recipe(name, "evaluate"))) or (
+    defaults = sections.build(evals.import_evaluation(evaluation).Settings)
+    assert sections.differences(defaults, sections.build(type(defaults), sections.load_recipe(name, "evaluate"))) or (
         name in ("segmentation_linear", "detection_1x")  # which name the defaults
     )
 
@@ -59,13 +59,13 @@ def test_every_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_recipe_is_of_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"recipe 'detection_1x' is not one of segmentation \(recipes: seg"):
-        evals.recipe_of("segmentation", "detection_1x")
+        evals.load_recipe("segmentation", "detection_1x")
     with pytest.raises(UserError, match="is not one of knn, which has none"):
-        evals.recipe_of("knn", "x")
+        evals.load_recipe("knn", "x")
     with pytest.raises(UserError, match="did you mean 'segmentation_fpn'"):
-        evals.recipe_of("segmentation", "segmentation_fpm")
+        evals.load_recipe("segmentation", "segmentation_fpm")
     (tmp_path / "own.yaml").write_text("k: 7\n")
-    assert evals.recipe_of("incontext", str(tmp_path / "own.yaml")) == {"k": 7}
+    assert evals.load_recipe("incontext", str(tmp_path / "own.yaml")) == {"k": 7}
     cli.main(["evaluate", "detection", "--help"])
     assert "settings of detection (recipes: detection_1x, detection_small):" in capsys.readouterr().out
 
@@ -79,11 +79,11 @@ def test_every_command_and_setting_of_the_page_is_understood() -> None:
         options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
         values = sections.parse_words([word for word in words if cli.WORD.match(word)])
         if options.command == "pretrain":
-            sections.build(Settings, sections.recipe(options.recipe), values)
+            sections.build(Settings, sections.load_recipe(options.recipe), values)
         else:
-            chosen = evals.module(options.name).Settings
-            sections.build(chosen, evals.recipe_of(options.name, options.recipe), values)
-    dense = [evals.module(name).Settings for name in ("incontext", "segmentation", "detection", "video")]
+            chosen = evals.import_evaluation(options.name).Settings
+            sections.build(chosen, evals.load_recipe(options.name, options.recipe), values)
+    dense = [evals.import_evaluation(name).Settings for name in ("incontext", "segmentation", "detection", "video")]
     known = {field for chosen in dense for field in chosen.model_fields}
     for word in re.findall(r"`(\w+)=[^`]*`", text):
         assert word in known | {"key"}, word

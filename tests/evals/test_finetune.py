@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from adclr.config.sections import UserError
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.evals import finetune
 from adclr.evals.finetune import Classifier
 from adclr.evals.trainer import Trainer
@@ -37,17 +37,17 @@ def settings(**changes: Any) -> finetune.Settings:
 
 
 def score(data: Path, prefix: Path | None = None, **changes: Any) -> dict[str, Any]:
-    return finetune.score(weights(), open_labelled(data), settings(**changes), CPU, prefix)
+    return finetune.score(weights(), open_labeled(data), settings(**changes), CPU, prefix)
 
 
 def training(data: Path, **changes: Any) -> finetune.FinetuneTrainer:
-    return finetune.assemble(weights(), open_labelled(data), settings(**changes), CPU, None)
+    return finetune.assemble(weights(), open_labeled(data), settings(**changes), CPU, None)
 
 
 def test_groups_and_layer_decay_by_hand() -> None:
     vit = VisionTransformer(16, 3, 2, 8, 16, num_registers=2, layer_scale=0.1)
     model = Classifier(vit, 5, "cls", 0)
-    groups = optim.layer_groups(model.timm_parameters(), 3, 0.5, 0.05)
+    groups = optim.layer_decay_groups(model.timm_parameters(), 3, 0.5, 0.05)
     found = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     expected = {
         "cls_token": (0.0625, 0),
@@ -69,7 +69,7 @@ def test_groups_and_layer_decay_by_hand() -> None:
     for name, (scale, decay) in expected.items():
         assert found[id(named[name])] == (pytest.approx(scale), decay), name
     assert len(found) == len(list(model.parameters()))
-    assert {group["scale"] for group in optim.layer_groups(model.timm_parameters(), 3, 1.0, 0.05)} == {1.0}
+    assert {group["scale"] for group in optim.layer_decay_groups(model.timm_parameters(), 3, 1.0, 0.05)} == {1.0}
 
 
 def test_the_schedule_by_hand(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_schedule_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_depends_on_the_backbone(tmp_path: Path) -> None:
-    labelled = open_labelled(coloured(tmp_path))
+    labelled = open_labeled(coloured(tmp_path))
 
     def chosen(dim: int, **changes: Any) -> tuple[float, float]:
         made = finetune.assemble(weights(dim, depth=1), labelled, settings(**changes), CPU, None)
@@ -127,7 +127,7 @@ def test_the_model_it_leaves_is_timms(tmp_path: Path) -> None:
 
     data = coloured(tmp_path / "data")
     tuned = weights(48)
-    finetune.score(tuned, open_labelled(data), settings(epochs=1), CPU, tmp_path / "out")
+    finetune.score(tuned, open_labeled(data), settings(epochs=1), CPU, tmp_path / "out")
     theirs = timm.create_model(
         "vit_tiny_patch16_224", embed_dim=48, depth=3, num_heads=2, patch_size=8, img_size=24, num_classes=3
     )
@@ -145,7 +145,7 @@ def test_the_model_it_leaves_is_weights_like_any_others(tmp_path: Path) -> None:
     torch.manual_seed(0)
     vit = VisionTransformer(48, 3, 2, 8, 24, position_resampling="offset", norm_eps=1e-5)
     tuned = Weights(vit.eval(), (0.5, 0.4, 0.45), (0.2, 0.25, 0.3), max_value=255.0)
-    finetune.score(tuned, open_labelled(data), settings(epochs=1), CPU, tmp_path / "out")
+    finetune.score(tuned, open_labeled(data), settings(epochs=1), CPU, tmp_path / "out")
     found = load_weights(tmp_path / "out" / "model.safetensors")
     assert found.report is not None
     assert set(found.report.left) == {"head.weight", "head.bias"}
@@ -182,10 +182,10 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="of other weights, images or settings"):
         score(data, tmp_path / "parts", **(changes | {"lr": 0.5}))
     with pytest.raises(UserError, match="of other weights, images or settings"):
-        finetune.score(weights(seed=1), open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
+        finetune.score(weights(seed=1), open_labeled(data), settings(**changes), CPU, tmp_path / "parts")
     greyer = replace(weights(), mean=(0.1, 0.1, 0.1))
     with pytest.raises(UserError, match="of other weights, images or settings"):
-        finetune.score(greyer, open_labelled(data), settings(**changes), CPU, tmp_path / "parts")
+        finetune.score(greyer, open_labeled(data), settings(**changes), CPU, tmp_path / "parts")
     assert score(data, tmp_path / "parts", **(changes | {"num_workers": 1})) == whole
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path: Path, monkeypatch: pyt
     del state["seconds"]
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["state.json"] = snapshot.facts(folder / "state.json")
+    manifest["state.json"] = snapshot.describe_file(folder / "state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert score(data, tmp_path / "parts") == whole
 
@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     file = folder / "optimizer.safetensors"
     whole = {path: path.read_bytes() for path in folder.iterdir()}
     save_file({name: moment.flatten()[:1].clone() for name, moment in load_file(file).items()}, file)
-    told = json.loads(whole[folder / "manifest.json"]) | {file.name: snapshot.facts(file)}
+    told = json.loads(whole[folder / "manifest.json"]) | {file.name: snapshot.describe_file(file)}
     (folder / "manifest.json").write_text(json.dumps(told))  # which does not know what fits
     with pytest.raises(UserError, match=r"optimizer\.safetensors is of another architecture: it has .* of shape"):
         score(data, tmp_path / "out")

@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import iou
-from adclr.evals.frames import fitting, likeliest
+from adclr.evals.frames import fit_size, most_likely_class
 
 CPU = torch.device("cpu")
 
@@ -65,12 +65,12 @@ def test_scores_are_enlarged_class_by_class_alike(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     scores = torch.randn(2, 7, 5, 6)
     whole = torch.nn.functional.interpolate(scores, size=(33, 47), mode="bilinear").argmax(dim=1)
-    assert torch.equal(likeliest(scores, (33, 47)), whole)
+    assert torch.equal(most_likely_class(scores, (33, 47)), whole)
     monkeypatch.setattr("adclr.evals.frames.MAX_SCORES", 2 * 33 * 47 * 3)
-    assert torch.equal(likeliest(scores, (33, 47)), whole)
+    assert torch.equal(most_likely_class(scores, (33, 47)), whole)
 
 
 def test_images_are_resized_to_whole_units() -> None:
-    assert fitting((360, 480), 512, 16) == (512, 688)
-    assert fitting((100, 1000), 512, 16) == (208, 2048)  # not longer than four times that
-    assert fitting((3, 3), 1, 16) == (16, 16)
+    assert fit_size((360, 480), 512, 16) == (512, 688)
+    assert fit_size((100, 1000), 512, 16) == (208, 2048)  # not longer than four times that
+    assert fit_size((3, 3), 1, 16) == (16, 16)

@@ -12,7 +12,7 @@ from PIL import Image
 
 import adclr as package
 from adclr.config.sections import UserError
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.evals import accuracy, features, knn
 from adclr.features.pictures import viridis
 from adclr.weights.backbone import Weights, create_backbone
@@ -73,24 +73,24 @@ def random_weights() -> Weights:
 
 def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    scores = knn.score(random_weights(), open_labelled(coloured(tmp_path / "a")), knn.Settings(), cpu, show=False)
+    scores = knn.score(random_weights(), open_labeled(coloured(tmp_path / "a")), knn.Settings(), cpu, show=False)
     assert scores["knn_top1"] == 100
     assert scores["num_train"] == 60
     assert set(scores) >= {"knn_top1_k10", "knn_top1_k20", "knn_top1_k60"}  # k is at most the number of images
-    chance = knn.score(random_weights(), open_labelled(coloured(tmp_path / "b", True)), knn.Settings(), cpu, show=False)
+    chance = knn.score(random_weights(), open_labeled(coloured(tmp_path / "b", True)), knn.Settings(), cpu, show=False)
     assert 20 < chance["knn_top1"] < 80
 
 
 @pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (7, 4), (64, 2)])
 def test_scores_do_not_hang_on_batches_or_threads(tmp_path: Path, batch_size: int, workers: int) -> None:
-    labelled = open_labelled(coloured(tmp_path, True))
+    labelled = open_labeled(coloured(tmp_path, True))
     settings = knn.Settings(batch_size=batch_size, num_workers=workers)
     found = knn.score(random_weights(), labelled, settings, torch.device("cpu"), show=False)
     assert found == knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
 
 
 def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
-    labelled = open_labelled(coloured(tmp_path))
+    labelled = open_labeled(coloured(tmp_path))
     (labelled.val.source.root / labelled.val.source.paths[3]).write_bytes(b"broken")
     scores = knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
     assert scores["num_val"] == 39
@@ -124,7 +124,7 @@ def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
     data = coloured(tmp_path / "data")
     for path in sorted((data / "val" / "c0").iterdir())[:5]:
         path.rename(data / "val" / "c1" / f"was_blue_{path.name}")
-    labelled = open_labelled(data)
+    labelled = open_labeled(data)
     found = knn.score(
         random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False, prefix=tmp_path / "v1.5"
     )
@@ -138,7 +138,9 @@ def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
 
 def test_pictures_of_any_number_of_classes(tmp_path: Path) -> None:
     for count in (2, 64, 1000):
-        accuracy.draw(tmp_path / f"{count}.png", np.eye(count, dtype=np.int64), ["a long name of a class " * 3] * count)
+        accuracy.draw_confusion(
+            tmp_path / f"{count}.png", np.eye(count, dtype=np.int64), ["a long name of a class " * 3] * count
+        )
         image = np.asarray(Image.open(tmp_path / f"{count}.png"))
         assert (image == image[-12, -12]).all(axis=-1).any()  # the last of the diagonal is as bright as the first
     many = accuracy.accuracies("x", torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 1, 1]), ["c"] * 2000)
@@ -148,7 +150,7 @@ def test_pictures_of_any_number_of_classes(tmp_path: Path) -> None:
 def test_the_picture_of_confusions_explains_itself(tmp_path: Path) -> None:
     """Title, axis titles, a scale, and a number in each cell that is not empty."""
     counts = np.array([[8, 2, 0], [0, 10, 0], [1, 0, 9]])
-    accuracy.draw(tmp_path / "x.png", counts, ["a", "b", "c"], "a title")
+    accuracy.draw_confusion(tmp_path / "x.png", counts, ["a", "b", "c"], "a title")
     image = np.asarray(Image.open(tmp_path / "x.png"))
 
     def of_share(share: float) -> np.ndarray:
@@ -171,7 +173,7 @@ def test_the_picture_of_confusions_explains_itself(tmp_path: Path) -> None:
     assert of_share(0.0)[below].any()
     assert of_share(1.0)[below].any()  # the scale
     numbered = tmp_path / "many.png"
-    accuracy.draw(numbered, np.eye(200, dtype=np.int64), [f"class {n}" for n in range(200)])
+    accuracy.draw_confusion(numbered, np.eye(200, dtype=np.int64), [f"class {n}" for n in range(200)])
     assert (np.asarray(Image.open(numbered))[100:800, 30:60].max(axis=-1) < 120).any()  # numbers of classes
 
 
@@ -189,11 +191,11 @@ def test_a_test_split_is_not_taken_for_a_class(tmp_path: Path) -> None:
     data = coloured(tmp_path / "data")
     (data / "val").rename(data / "test")
     with pytest.raises(UserError, match=r"has train/ with folders in it and no val/; call the other split val/"):
-        open_labelled(data)
+        open_labeled(data)
     (data / "train").rename(data / "val")
     with pytest.raises(UserError, match=r"has val/ with folders in it and no train/"):
-        open_labelled(data)
+        open_labeled(data)
     # railways
     classes = data / "val"
     next(path for path in classes.iterdir()).rename(classes / "train")
-    assert "train" in open_labelled(classes).classes
+    assert "train" in open_labeled(classes).classes

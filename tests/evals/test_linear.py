@@ -14,7 +14,7 @@ from PIL import Image
 from adclr.config.sections import UserError
 from adclr.data.augment import crop
 from adclr.data.draws import Draws, crop_boxes
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.evals import linear
 from adclr.evals.crops import ASPECT, Crops, fit_batch_size
 from adclr.evals.task import crop_size
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def score(data: Path, **changes: Any) -> dict[str, Any]:
     settings = linear.Settings(**({"epochs": 12, "batch_size": 16} | changes))
-    return linear.score(weights(), open_labelled(data), settings, CPU)
+    return linear.score(weights(), open_labeled(data), settings, CPU)
 
 
 def test_a_grid_is_torchs_sgd_of_each_rate() -> None:
@@ -127,7 +127,7 @@ def test_crops_are_torchvisions_of_the_same_boxes() -> None:
 
 def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path) -> None:
     data = coloured(tmp_path, 12, 6, num_classes=2)
-    labelled = open_labelled(data)
+    labelled = open_labeled(data)
     last = [index for index, label in enumerate(labelled.train.labels) if label == 0][-1]  # the next is of class 1
     (data / "train" / labelled.train.source.paths[last]).write_bytes(b"no image")
     crops = Crops(weights(), labelled, linear.Settings(), CPU, 24, 12, 0.08)

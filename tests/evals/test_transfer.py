@@ -25,8 +25,8 @@ from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sets import public
-from adclr.data.sets.classes import open_labelled
-from adclr.evals import NAMES, finetune, format_scores, module, transfer
+from adclr.data.sets.classes import open_labeled
+from adclr.evals import NAMES, finetune, format_scores, import_evaluation, transfer
 from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system.runs import Run
 from plain_images import coloured, weights
@@ -141,9 +141,9 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not hold cifar10 as it is published"):
-        open_labelled(f"cifar10:{tmp_path}")
+        open_labeled(f"cifar10:{tmp_path}")
     write_cifar(tmp_path, monkeypatch)
-    found = open_labelled(f"cifar10:{tmp_path}")
+    found = open_labeled(f"cifar10:{tmp_path}")
     assert found.classes == ["0000 ship", "0001 dog", "0002 ship"]  # two that are called alike stay two
     assert (len(found.train.labels), len(found.val.labels)) == (12, 6)
     assert found.train.labels.tolist() == [0, 1, 2] * 4
@@ -161,7 +161,7 @@ def test_a_pickle_that_is_not_cifars_is_never_opened(tmp_path: Path, monkeypatch
     monkeypatch.setenv("ADCLR_TEST_MINE", str(tmp_path / "stepped_on"))
     (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(pickle.dumps(Mine()))
     with pytest.raises(UserError, match="does not hold cifar10"):
-        open_labelled(f"cifar10:{tmp_path}")
+        open_labeled(f"cifar10:{tmp_path}")
     assert not (tmp_path / "stepped_on").exists()
 
 
@@ -175,7 +175,7 @@ def test_flowers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         jpeg(folder / "jpg" / f"image_{number:05d}.jpg", number)
     savemat(folder / "setid.mat", {"trnid": [1, 2], "valid": [3, 4], "tstid": [5, 6, 7, 8]})
     savemat(folder / "imagelabels.mat", {"labels": [1, 2, 1, 2, 2, 2, 1, 1]})
-    found = open_labelled(f"flowers:{tmp_path}")
+    found = open_labeled(f"flowers:{tmp_path}")
     assert found.train.labels.tolist() == [0, 1, 0, 1]  # train and val
     assert found.val.labels.tolist() == [1, 1, 0, 0]
     assert Decoder()(found.val.source.read(0)).shape == (3, 20, 30)
@@ -197,7 +197,7 @@ def test_cars(tmp_path: Path) -> None:
     savemat(folder / "devkit" / "cars_train_annos.mat", annotations("train", [1, 2, 2]))
     savemat(folder / "cars_test_annos_withlabels.mat", annotations("test", [2, 1]))
     savemat(folder / "devkit" / "cars_meta.mat", {"class_names": np.array(["Audi A4", "Fiat 500"], dtype=object)})
-    found = open_labelled(f"cars:{tmp_path}")
+    found = open_labeled(f"cars:{tmp_path}")
     assert found.classes == ["0000 Audi A4", "0001 Fiat 500"]
     assert (found.train.labels.tolist(), found.val.labels.tolist()) == ([0, 1, 1], [1, 0])
     assert Decoder()(found.train.source.read(2)).shape == (3, 20, 30)
@@ -215,20 +215,20 @@ def test_inaturalist(tmp_path: Path) -> None:
     jpeg(tmp_path / "train_val2018" / "a.jpg", 0)
     write("train", {"train_val2018/a.jpg": 4, "train_val2018/b.jpg": 7})
     with pytest.raises(UserError, match=r"there is no val2018\.json"):
-        open_labelled(f"inat18:{tmp_path}")
+        open_labeled(f"inat18:{tmp_path}")
     write("val", {"train_val2018/c.jpg": 7})
-    found = open_labelled(f"inat18:{tmp_path}")
+    found = open_labeled(f"inat18:{tmp_path}")
     assert found.classes == ["0004 Parus", "0007 Quercus"]
     assert found.val.labels.tolist() == [1]
     assert Decoder()(found.train.source.read(0)).shape == (3, 20, 30)
     write("val", {"../../secret.jpg": 7})
     with pytest.raises(UserError, match="outside of the folder"):
-        open_labelled(f"inat18:{tmp_path}")
+        open_labeled(f"inat18:{tmp_path}")
     (tmp_path / "val2018.json").write_text("[1]")
     with pytest.raises(UserError, match="does not hold inat18"):
-        open_labelled(f"inat18:{tmp_path}")
+        open_labeled(f"inat18:{tmp_path}")
     with pytest.raises(UserError, match="does not exist; check the path behind inat19:"):
-        open_labelled("inat19:/nowhere")
+        open_labeled("inat19:/nowhere")
 
 
 def test_a_missing_scipy_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_every_command_of_the_page_is_understood() -> None:
         assert options.weights
         assert options.data
         values = sections.parse_words([word for word in words if cli.WORD.match(word)])
-        sections.build(module(options.name).Settings, values)
+        sections.build(import_evaluation(options.name).Settings, values)
     for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE):
         named = set(re.findall(r"`(\w+)`", row))
-        assert any(named <= set(module(name).Settings.model_fields) for name in NAMES), row
+        assert any(named <= set(import_evaluation(name).Settings.model_fields) for name in NAMES), row

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adclr import cli
-from adclr.evals import module, wording
+from adclr.evals import import_evaluation, wording
 from adclr.training import launch, loop
 from tiny import TINY
 
@@ -109,6 +109,6 @@ def test_matching_has_its_control_with_it(trained: Path, images: Path, capsys: p
 )
 def test_a_score_is_above_below_or_the_same(scores: dict[str, Any], words: str, tmp_path: Path) -> None:
     (line,) = wording.compare_with_control(
-        "knn", module("knn").Settings(weights="w", data="d"), scores, tmp_path / "none.json"
+        "knn", import_evaluation("knn").Settings(weights="w", data="d"), scores, tmp_path / "none.json"
     )
     assert words in line

@@ -95,5 +95,5 @@ def work(data: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        scenes.write(Path(place) / "data", seed=5, num_train=1000, num_val=200, size=24, show=False)
+        scenes.write_scenes(Path(place) / "data", seed=5, num_train=1000, num_val=200, size=24, show=False)
         work(Path(place) / "data", Path(place) / "run")

@@ -58,5 +58,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        scenes.write(Path(place) / "data", seed=3, num_train=32, num_val=16, size=24, show=False)
+        scenes.write_scenes(Path(place) / "data", seed=3, num_train=32, num_val=16, size=24, show=False)
         print(dict(work(Path(place) / "data" / "train", Path(place), given.kills, given.seed)))

@@ -105,7 +105,7 @@ def made() -> tuple[ADCLR, torch.optim.AdamW]:
     optimizer = schedules.make_optimizer(method.student, settings)
     for parameter in method.student.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optim.update(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
+    optim.optimizer_step(optimizer, 0.01, 0.0, None, torch.tensor(1.0))
     return method, optimizer
 
 
@@ -115,9 +115,9 @@ def state(step: int) -> checkpoint.State:
 
 def newest(run: Path) -> int | None:
     """The step of the newest checkpoint; that none is damaged and that `latest` is whole is asserted."""
-    found = snapshot.newest(Run(run), checkpoint.NAMES)
+    found = snapshot.find_newest(Run(run), checkpoint.NAMES)
     assert found.damaged == {}
     latest = run / "checkpoints" / "latest"
     if latest.is_symlink():
-        assert snapshot.damage(latest, checkpoint.NAMES) is None
+        assert snapshot.find_damage(latest, checkpoint.NAMES) is None
     return found.step

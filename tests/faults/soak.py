@@ -129,7 +129,7 @@ def work(
 
 def collection(folder: Path) -> Path:
     """200 images, 10 of them broken."""
-    scenes.write(folder, seed=3, num_train=200, num_val=16, size=24, show=False)
+    scenes.write_scenes(folder, seed=3, num_train=200, num_val=16, size=24, show=False)
     for path in sorted((folder / "train").rglob("*.png"))[::20]:
         path.write_bytes(path.read_bytes()[:60])
     return folder / "train"

@@ -198,7 +198,7 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
 
 def vouch(folder: Path) -> None:
     """Makes the manifest say that all is as it was written, so that what reads the files behind it is met."""
-    told = {name: snapshot.facts(folder / name) for name in checkpoint.NAMES}
+    told = {name: snapshot.describe_file(folder / name) for name in checkpoint.NAMES}
     (folder / snapshot.MANIFEST).write_text(json.dumps(told))
 
 
@@ -371,7 +371,7 @@ def test_mutated_recipes_are_read_or_refused(tmp_path: Path, count: int) -> None
     with no_growth():
         for _ in range(count):
             (tmp_path / "r.yaml").write_bytes(mutated(rng.choice(texts), rng))
-            message = refusal(lambda: sections.build(Settings, sections.recipe(str(tmp_path / "r.yaml"))))
+            message = refusal(lambda: sections.build(Settings, sections.load_recipe(str(tmp_path / "r.yaml"))))
             refused += bool(message)
             assert "\n" not in message
     assert refused > 0.2 * count

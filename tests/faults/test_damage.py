@@ -263,7 +263,7 @@ def test_yaml_is_data(tmp_path: Path) -> None:
     ):
         recipe.write_text(text)
         with pytest.raises(UserError, match=message):
-            sections.build(Settings, sections.recipe(str(recipe)))
+            sections.build(Settings, sections.load_recipe(str(recipe)))
 
 
 def test_names_are_not_given_twice_or_in_the_wrong_place(images: Path, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from adclr.data import feed as feeds
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.system import threads
-from adclr.system.threads import StalledError, Workers, result
+from adclr.system.threads import StalledError, ThreadPool, wait_for
 from tiny import TINY, tiny
 
 CHANGES: dict[str, Any] = {"cache": "off", "num_workers": 2}
@@ -100,7 +100,7 @@ def test_no_memory_for_a_moment_costs_nothing_and_for_longer_ends_the_run(
     orders = [(0, np.arange(i, i + 4)) for i in range(0, 32, 4)]
 
     def batches(feed: Feed) -> list[bytes]:
-        made = feed.batches(iter(orders), lambda e, k, s: plan(settings, e, k, s))
+        made = feed.batches(iter(orders), lambda e, k, s: plan_batch(settings, e, k, s))
         return [batch.packed.bytes.numpy().tobytes() for batch in made]
 
     wanted, pack, times = batches(Feed(source, 0, Decoder())), feeds.pack, [0]
@@ -123,15 +123,15 @@ def test_no_memory_for_a_moment_costs_nothing_and_for_longer_ends_the_run(
 
 def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.5)
-    with Workers(2, "slow") as slow:
+    with ThreadPool(2, "slow") as slow:
         futures = [slow.submit(time.sleep, 0.2) for _ in range(10)]
-        result(futures[-1], slow)  # comes after a second
+        wait_for(futures[-1], slow)  # comes after a second
     release = threading.Event()
-    waiting = Workers(2, "stuck")
+    waiting = ThreadPool(2, "stuck")
     futures = [waiting.submit(release.wait) for _ in range(4)]
     started = time.monotonic()
     with pytest.raises(StalledError):
-        result(futures[0], waiting)
+        wait_for(futures[0], waiting)
     assert 0.5 < time.monotonic() - started < 2
     waiting.close()  # at once
     assert futures[3].cancelled()
@@ -142,13 +142,13 @@ def test_workers_give_results_errors_and_nothing_else() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    with Workers(3, "some") as some:
-        assert [result(future, some) for future in [some.submit(pow, i, 2) for i in range(20)]] == [
+    with ThreadPool(3, "some") as some:
+        assert [wait_for(future, some) for future in [some.submit(pow, i, 2) for i in range(20)]] == [
             i * i for i in range(20)
         ]
         with pytest.raises(ZeroDivisionError):
-            result(some.submit(fail), some)
+            wait_for(some.submit(fail), some)
         late: Future[None] = some.submit(lambda: (_ for _ in ()).throw(TimeoutError("of the work")))
         with pytest.raises(TimeoutError, match="of the work"):
-            result(late, some)
+            wait_for(late, some)
     assert not any(thread.name.startswith("some") for thread in threading.enumerate())

@@ -97,7 +97,7 @@ def test_the_file_is_what_safetensors_writes(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
     assert told["bytes"] == (tmp_path / "x.safetensors").stat().st_size
-    assert told == snapshot.facts(tmp_path / "x.safetensors")
+    assert told == snapshot.describe_file(tmp_path / "x.safetensors")
     theirs = standard({name: tensor.contiguous() for name, tensor in tensors.items()})
     assert len(theirs) == told["bytes"]
 
@@ -139,7 +139,7 @@ def test_latest_loads_wherever_a_save_is_cut_short(saved: Run, monkeypatch: pyte
         found = checkpoint.load(saved, method, optimizer)
         assert found is not None
         assert found.step == step
-        snapshot.tidy(saved)
+        snapshot.remove_leftovers(saved)
         names = {path.name for path in saved.checkpoints.iterdir()}
         assert names <= {"latest", "step_1", "step_2", "step_3"}
         if number % 5 == 0:  # and the next save works, whatever was left behind

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adclr.features import analysis
-from adclr.features.analysis import Matches, Seen
+from adclr.features.analysis import InputImage, Matches
 from adclr.model.vit import VisionTransformer
 from adclr.weights.backbone import Weights
 
@@ -43,14 +43,14 @@ def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
 def test_images_of_any_shape_are_filled_by_patches(
     shape: tuple[int, int], size: int, expected: tuple[int, int]
 ) -> None:
-    seen = analysis.see("a", noise(*shape), size, 16)
+    seen = analysis.prepare_image("a", noise(*shape), size, 16)
     assert seen.pixels.shape == (3, *expected)
     assert seen.pixels.dtype == np.uint8
 
 
 def test_an_image_that_fits_is_not_touched_and_a_crop_of_a_patch_is_the_patch() -> None:
     pixels = noise(32, 64)
-    seen = analysis.see("a", pixels, 32, 4)
+    seen = analysis.prepare_image("a", pixels, 32, 4)
     assert seen.pixels is pixels
     crop = seen.crop((8 / 64, 4 / 32, 12 / 64, 8 / 32), 4)
     assert np.array_equal(crop, pixels[:, 4:8, 8:12])
@@ -58,8 +58,8 @@ def test_an_image_that_fits_is_not_touched_and_a_crop_of_a_patch_is_the_patch() 
 
 
 def test_attention_over_patches_has_the_mean_one_and_the_mean_of_heads_comes_first() -> None:
-    held, seen = weights(), Seen("a", noise(16, 24))
-    maps, answers = analysis.gaze(held, seen, analysis.read(held, seen))
+    held, seen = weights(), InputImage("a", noise(16, 24))
+    maps, answers = analysis.attend(held, seen, analysis.read_memory(held, seen))
     assert maps.shape == (1 + 2, 1, 4, 6)
     np.testing.assert_allclose(maps.mean(axis=(2, 3)), 1, rtol=1e-5)
     whole = held.vit.attention(analysis.network_input(held, seen.pixels[None]))[0, :, 0, 1:].detach()
@@ -120,8 +120,8 @@ def test_mutual_nearest_neighbors_by_going_through_all() -> None:
 def test_a_shifted_copy_is_matched_by_its_shift_and_the_flow_follows() -> None:
     """Without positions, so that nothing but what is in the patches counts."""
     held, wide = weights(positions=False), noise(32, 72)
-    first, second = Seen("a", wide[:, :, :64].copy()), Seen("b", wide[:, :, 8:].copy())
-    matches = analysis.mutual_neighbors(analysis.features(held, first), analysis.features(held, second))
+    first, second = InputImage("a", wide[:, :, :64].copy()), InputImage("b", wide[:, :, 8:].copy())
+    matches = analysis.mutual_neighbors(analysis.patch_features(held, first), analysis.patch_features(held, second))
     rows, columns = np.divmod(matches.first, 16)
     there = np.divmod(matches.second, 16)
     right = (there[0] == rows) & (there[1] == columns - 2)
@@ -136,12 +136,12 @@ def test_a_shifted_copy_is_matched_by_its_shift_and_the_flow_follows() -> None:
 
 def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     x = torch.randn(400, 12, dtype=torch.float64) * torch.linspace(4, 0.5, 12)
-    found = analysis.basis(x)
+    found = analysis.fit_basis(x)
     order = torch.randperm(400)
-    again = analysis.basis(x[order])
+    again = analysis.fit_basis(x[order])
     torch.testing.assert_close(again.directions, found.directions, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(again.colours(x), found.colours(x), atol=1e-5)
-    mirrored = analysis.basis(2 * x.mean(dim=0) - x)  # the same variances; nothing but a convention fixes the sign
+    mirrored = analysis.fit_basis(2 * x.mean(dim=0) - x)  # the same variances; nothing but a convention fixes the sign
     torch.testing.assert_close(mirrored.directions, found.directions, rtol=1e-6, atol=1e-8)
     for direction in found.directions:
         assert direction[direction.abs().argmax()] > 0

@@ -65,11 +65,11 @@ def test_what_is_asked_of_all_is_what_each_would_say(library: Library) -> None:
     crop = library.inputs[1].crop(BOX, 4)[None]
     for one in found:
         seen = library.inputs[one.id]
-        maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen), crop, block=0)
+        maps, _ = analysis.attend(library.weights, seen, analysis.read_memory(library.weights, seen), crop, block=0)
         np.testing.assert_allclose(one.attention, maps[2, 0], rtol=0.02, atol=0.02)  # kept in half precision
     for id_, values in library.cls():
         seen = library.inputs[id_]
-        maps, _ = analysis.gaze(library.weights, seen, analysis.read(library.weights, seen))
+        maps, _ = analysis.attend(library.weights, seen, analysis.read_memory(library.weights, seen))
         np.testing.assert_allclose(values, maps[0, 0], rtol=0.02, atol=0.02)
     flat = library.query(1, BOX, temperature=100)[0].attention
     assert np.ptp(flat) < 0.5 * np.ptp(library.query(1, BOX)[0].attention)
@@ -83,7 +83,7 @@ def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: 
     assert found[1].window == pytest.approx(BOX)
     patches = {}
     for id_, seen in library.inputs.items():
-        held = analysis.features(library.weights, seen)
+        held = analysis.patch_features(library.weights, seen)
         patches[id_] = torch.nn.functional.normalize(held, dim=-1).view(*seen.grid(library.vit), -1).numpy()
     region = patches[1][2:5, 1:4].reshape(9, -1).mean(axis=0)
     for one in found:

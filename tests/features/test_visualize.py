@@ -12,8 +12,8 @@ from PIL import Image
 
 from adclr.config.sections import UserError, build
 from adclr.features import analysis, figures, pictures, visualize
-from adclr.features.pictures import Bar, Cell
-from adclr.features.visualize import DRAW
+from adclr.features.pictures import Cell, ColorBar
+from adclr.features.visualize import FIGURES
 from adclr.training import launch, loop
 from tiny import TINY, Adclr
 
@@ -44,10 +44,10 @@ def photos(tmp_path: Path) -> Path:
 
 def draw(name: str, run: Path, images: Path | list[Path], out: Path, **settings: object) -> dict[str, object]:
     words = [str(path) for path in (images if isinstance(images, list) else [images])]
-    return visualize.run(name, str(run), words, out, build(DRAW[name][0], {"device": "cpu"} | settings))
+    return visualize.run(name, str(run), words, out, build(FIGURES[name][0], {"device": "cpu"} | settings))
 
 
-@pytest.mark.parametrize("name", list(DRAW))
+@pytest.mark.parametrize("name", list(FIGURES))
 def test_every_picture_of_images_of_any_shape(
     name: str, run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,9 +81,9 @@ def test_the_command_draws_and_says_where(adclr: Adclr, run: Path, photos: Path,
 def test_numbers_say_what_the_pictures_show(run: Path, photos: Path, tmp_path: Path) -> None:
     row, *_ = draw("attention", run, photos / "cat/a.png", tmp_path, mass=0.5)["images"]  # type: ignore[misc]
     held = analysis.load_weights(run)
-    seen = analysis.see("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
+    seen = analysis.prepare_image("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, 4)
     assert seen.pixels.shape == (3, 32, 64)
-    maps, _ = analysis.gaze(held, seen, analysis.read(held, seen))
+    maps, _ = analysis.attend(held, seen, analysis.read_memory(held, seen))
     assert row["peak"] == pytest.approx(float(maps[0].max()), rel=1e-4)
     assert row["share_of_patches"] == pytest.approx(analysis.top_mass(maps[0, 0], 0.5).mean())
     (first,) = draw("match", run, [photos / "cat/a.png"] * 2, tmp_path)["images"]  # type: ignore[misc]
@@ -117,7 +117,7 @@ def test_what_is_not_on_the_sheet_is_said(
     coarse: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, str] = {}
-    sheet = pictures.sheet
+    sheet = pictures.compose_sheet
 
     def noted(rows: list[list[Cell]], *given: object, **named: object) -> Image.Image:
         found = sheet(rows, *given, **named)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_what_is_not_on_the_sheet_is_said(
         said[f"{len(rows)}x{len(rows[0])}"] = " ".join(words)
         return found
 
-    monkeypatch.setattr(pictures, "sheet", noted)
+    monkeypatch.setattr(pictures, "compose_sheet", noted)
     draw("attention", coarse, images / "train", tmp_path, num_images=26)
     assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in capsys.readouterr().out
     assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in said["24x9"]
@@ -140,20 +140,20 @@ def test_what_is_not_on_the_sheet_is_said(
     assert f"Left {names[0]}, right {names[-1]}." in said["1x3"]
 
 
-@pytest.mark.parametrize("name", list(DRAW))
+@pytest.mark.parametrize("name", list(FIGURES))
 def test_sheets_have_images_from_the_whole_collection(
     name: str, run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order is that of names, which is often that of classes or of time."""
     names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
     shown: list[str] = []
-    sheet = pictures.sheet
+    sheet = pictures.compose_sheet
 
     def noted(cells: list[list[Cell]], *given: Any, **named: Any) -> Image.Image:
         shown[:] = given[0] if given else [cell.title for row in cells for cell in row if cell.title]
         return sheet(cells, *given, **named)
 
-    monkeypatch.setattr(pictures, "sheet", noted)
+    monkeypatch.setattr(pictures, "compose_sheet", noted)
     monkeypatch.setattr(figures, "MAX_ON_SHEET", 4)
     draw(name, run, images / "train", tmp_path, num_images=8, **({"across": 0} if name == "queries" else {}))
     assert len(shown) == 4  # of the sheet, which is drawn last
@@ -187,7 +187,7 @@ def test_queries_are_drawn_by_name_and_seed_or_given(run: Path, photos: Path, tm
 
 def test_matched_and_mismatched_are_the_classes_of_the_folders() -> None:
     pixels = np.zeros((3, 4, 4), np.uint8)
-    cat, tom, dog, stray = (analysis.Seen("x", pixels, label) for label in ("cat", "cat", "dog", None))
+    cat, tom, dog, stray = (analysis.InputImage("x", pixels, label) for label in ("cat", "cat", "dog", None))
     assert figures.class_relation(cat, cat) == "itself"
     assert figures.class_relation(cat, tom) == "matched"
     assert figures.class_relation(cat, dog) == "mismatched"
@@ -212,15 +212,17 @@ def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, t
 
 def test_a_gray_network_and_many_bands_can_be_seen() -> None:
     for channels in (1, 5):
-        image = pictures.shown(np.zeros((channels, 8, 12), np.uint8), 24)
+        image = pictures.display_image(np.zeros((channels, 8, 12), np.uint8), 24)
         assert image.size == (24, 16)
         assert image.mode == "RGB"
 
 
 def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
     image = Image.new("RGB", (64, 64), "gray")
-    flat = np.asarray(pictures.attention(image, np.full((8, 8), 1.0, np.float32) + 0.01 * np.eye(8, dtype=np.float32)))
-    peaked = np.asarray(pictures.attention(image, np.eye(8, dtype=np.float32) * 8))
+    flat = np.asarray(
+        pictures.overlay_attention(image, np.full((8, 8), 1.0, np.float32) + 0.01 * np.eye(8, dtype=np.float32))
+    )
+    peaked = np.asarray(pictures.overlay_attention(image, np.eye(8, dtype=np.float32) * 8))
     assert np.ptp(flat.astype(int), axis=(0, 1)).max() < 6
     assert np.ptp(peaked.astype(int), axis=(0, 1)).max() > 100
 
@@ -234,7 +236,9 @@ def test_the_colours_rise_in_brightness() -> None:
 
 def test_a_sheet_has_room_for_its_words() -> None:
     cell = Cell(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
-    made = pictures.sheet([[cell, cell], [cell]], ["one", "two/" + "x" * 400], Bar("0", "1", "what it means " * 40))
+    made = pictures.compose_sheet(
+        [[cell, cell], [cell]], ["one", "two/" + "x" * 400], ColorBar("0", "1", "what it means " * 40)
+    )
     assert made.width < 160 * 2 + 220 + 60
     assert made.height > 2 * 90
     assert made.getpixel((made.width - 1, made.height - 1)) == (255, 255, 255)

@@ -15,7 +15,7 @@ from adclr.data.augment import render
 from adclr.data.draws import key_of
 from adclr.data.packed import pack
 from adclr.data.sets import scenes
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.views import Views
 from tiny import TINY
 
@@ -41,7 +41,7 @@ def default_views(count: int, device: torch.device, **changes: Any) -> tuple[Set
     settings = build(Settings, changes)
     packed = pack(images_of(count), pin=device.type == "cuda")
     keys = np.array([key_of(str(i)) for i in range(count)], np.uint64)
-    made = plan(settings, 0, keys, packed.sizes)
+    made = plan_batch(settings, 0, keys, packed.sizes)
     return settings, render(packed.to(device), made, settings.data.mean, settings.data.std)
 
 
@@ -51,5 +51,5 @@ def for_kernels(**changes: Any) -> dict[str, Any]:
 
 
 def write_scenes(folder: Path) -> Path:
-    scenes.write(folder, seed=3, num_train=64, num_val=16, size=48, show=False)
+    scenes.write_scenes(folder, seed=3, num_train=64, num_val=16, size=48, show=False)
     return folder

@@ -22,7 +22,7 @@ from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.feed import Batch
 from adclr.data.sets import scenes
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.blocks import QueryKeys
 from adclr.model.ops import head_loss
 from adclr.system.machine import GIB
@@ -234,7 +234,7 @@ def test_batches_are_pinned(tmp_path: Path) -> None:
     source = ImageFolder(write_scenes(tmp_path / "scenes") / "train")
     settings = tiny()
     feed = Feed(source, 4, Decoder(), pin=True)
-    batch: Batch = next(feed.batches([(0, np.arange(8))], lambda e, k, s: plan(settings, e, k, s)))
+    batch: Batch = next(feed.batches([(0, np.arange(8))], lambda e, k, s: plan_batch(settings, e, k, s)))
     assert batch.packed.bytes.is_pinned()
 
 
@@ -281,10 +281,10 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     from adclr.data.decode import Decoder
     from adclr.data.feed import Feed
     from adclr.data.nvjpeg import GpuDecoder
-    from adclr.data.prefetch import Ahead
+    from adclr.data.prefetch import Prefetcher
     from adclr.data.sources import ImageFolder
 
-    scenes.write(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)
+    scenes.write_scenes(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)
     for path in sorted((tmp_path / "scenes" / "train").rglob("*.png")):
         Image.open(path).convert("RGB").save(path.with_suffix(".jpg"))
         path.unlink()
@@ -293,8 +293,8 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     order = ((0, np.arange(8) + 8 * (i % 4)) for i in range(3000))
     data = settings.data
     before = threading.active_count()
-    views = Ahead(
-        feed.batches(order, lambda e, k, s: plan(settings, e, k, s)),
+    views = Prefetcher(
+        feed.batches(order, lambda e, k, s: plan_batch(settings, e, k, s)),
         lambda batch: render(batch.packed.to(CUDA), batch.plan, data.mean, data.std),
         CUDA,
     )

@@ -28,7 +28,7 @@ def gathered(module: ModuleType) -> type:
 
 def test_they_are_possible_here() -> None:
     """Where one cannot be launched all others are left out, and everything works, slowly."""
-    devices.choose("cuda")
+    devices.select_device("cuda")
     assert triton_available.possible
 
 

@@ -18,7 +18,7 @@ from adclr.config.sections import build
 from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.packed import pack
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.views import Views
 from adclr.system.devices import deterministic
 from adclr.training import job
@@ -37,7 +37,7 @@ def test_a_step_never_waits_for_the_gpu(recorded: bool, masked_weight: float) ->
     settings = build(Settings, {"masked_weight": masked_weight, "num_prototypes": 4096})
     method = job.build(settings).to(CUDA)
     packed = pack(images_of(8), pin=True)
-    made = plan(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
+    made = plan_batch(settings, 0, np.arange(8, dtype=np.uint64), packed.sizes)
     values = schedules.Schedules(settings, 100).at(1000)
     optimizer = schedules.make_optimizer(method.student, settings)
     take = Step(settings, method, optimizer, CUDA, torch.bfloat16, record=recorded)

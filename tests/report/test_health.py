@@ -92,7 +92,7 @@ def test_health_is_measured_at_lines_of_the_metrics(images: Path, tmp_path: Path
 def test_patches_are_matched_to_their_places() -> None:
     """Features that say where in the image a patch lies find their place; noise finds it by chance."""
     grid, keys = (6, 6), torch.arange(50).numpy().astype("uint64")
-    one, other = matching.draw(Draws(0, 0, keys), CPU)
+    one, other = matching.draw_views(Draws(0, 0, keys), CPU)
 
     def where(boxes: matching.Boxes) -> torch.Tensor:
         down, across = matching._middles(grid, CPU)
@@ -100,10 +100,10 @@ def test_patches_are_matched_to_their_places() -> None:
         angles = torch.stack([x, y], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
-    right, chance, count = matching.match(where(one), where(other), one, other, grid)
+    right, chance, count = matching.match_patches(where(one), where(other), one, other, grid)
     assert right == count > 500
     torch.manual_seed(0)
-    right, chance, count = matching.match(torch.randn(50, 36, 8), torch.randn(50, 36, 8), one, other, grid)
+    right, chance, count = matching.match_patches(torch.randn(50, 36, 8), torch.randn(50, 36, 8), one, other, grid)
     assert right / count == pytest.approx(chance / count, abs=0.03)
     assert 2 / 36 < chance / count <= 4 / 36  # those between which a place lies, fewer at the edge
 
@@ -112,8 +112,8 @@ def test_views_are_cut_where_the_boxes_say() -> None:
     """An image whose colours are its places shows in each view the places that `place` gives."""
     down, across = matching._middles((60, 60), CPU)
     image = torch.stack([across, down, across]).expand(8, 3, 60, 60)
-    for boxes in matching.draw(Draws(0, 0, torch.arange(8).numpy().astype("uint64")), CPU):
-        cut = matching.cut(image, boxes, (12, 12))
+    for boxes in matching.draw_views(Draws(0, 0, torch.arange(8).numpy().astype("uint64")), CPU):
+        cut = matching.crop_views(image, boxes, (12, 12))
         v, u = matching._middles((12, 12), CPU)
         x, y = boxes.place(u, v)
         assert (cut[:, 0] - x).abs().max() < 0.02
@@ -127,9 +127,9 @@ def test_images_are_found_again_by_their_nearest(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matching, "ROWS", 3)  # several parts
     features = torch.randn(10, 32)
     near = features + 0.1 * torch.randn(10, 32)
-    assert matching.found_again(features, 7 * near) == 10
-    assert matching.found_again(features, near[[1, 0, *range(2, 10)]]) == 8
-    assert matching.found_again(torch.ones(10, 32), torch.ones(10, 32)) == 1  # it says the same of all
+    assert matching.count_matches(features, 7 * near) == 10
+    assert matching.count_matches(features, near[[1, 0, *range(2, 10)]]) == 8
+    assert matching.count_matches(torch.ones(10, 32), torch.ones(10, 32)) == 1  # it says the same of all
 
 
 def test_what_counts_as_learning() -> None:

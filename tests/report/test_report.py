@@ -23,7 +23,7 @@ from adclr.data.sources import ImageFolder
 from adclr.features import analysis
 from adclr.report import charts
 from adclr.report import live as live_module
-from adclr.report.live import Live, choose_images
+from adclr.report.live import LiveReport, choose_images
 from adclr.report.metrics import describe_status
 from adclr.report.page import format_duration, render_page
 from adclr.report.record import read_record
@@ -299,7 +299,7 @@ def test_pictures_of_a_run_that_starts_anew_or_goes_on(run: Path, images: Path, 
     assert [seen.name for seen, _ in chosen] == [seen.name for seen, _ in choose_images(source, weights)]
     assert all(seen.pixels.shape == (3, 32, 32) for seen, _ in chosen)
     before = {path.name: path.read_bytes() for path in (copy / "pictures").iterdir()}
-    live = Live(Run(copy), weights, source, 8)
+    live = LiveReport(Run(copy), weights, source, 8)
     live.begin(4)
     assert {path.name for path in (copy / "pictures").iterdir()} == set(before)
     live.begin(0)
@@ -313,7 +313,7 @@ def test_a_disk_that_fails_stops_no_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(live_module, "write_atomically", full)
-    live = Live(Run(run), load_weights(run), ImageFolder(images / "train"), 8)
+    live = LiveReport(Run(run), load_weights(run), ImageFolder(images / "train"), 8)
     live.begin(1)
     live(8)
     assert capsys.readouterr().err.count("No space left") == 1
@@ -347,7 +347,7 @@ def test_components_keep_their_colors_from_moment_to_moment(
     weights = load_weights(run)
     chosen = choose_images(ImageFolder(images / "train"), weights)
     first = live_module.draw_strip(weights, chosen)
-    basis = analysis.basis
+    basis = analysis.fit_basis
 
     def turned(features: torch.Tensor) -> analysis.Basis:
         """As good a basis: another order, other signs."""
@@ -357,7 +357,7 @@ def test_components_keep_their_colors_from_moment_to_moment(
         low, high = np.percentile(((features.double() - original.mean) @ directions.T).numpy(), (1, 99), axis=0)
         return analysis.Basis(original.mean, directions, low, high, original.explained[swap])
 
-    monkeypatch.setattr(analysis, "basis", turned)
+    monkeypatch.setattr(analysis, "fit_basis", turned)
 
     def distance(strip: Image.Image) -> float:
         return float(np.abs(np.asarray(strip, np.float64) - np.asarray(first, np.float64)).mean())

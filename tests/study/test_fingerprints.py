@@ -48,8 +48,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def labs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two data sets of the same layout: names are the same in part, images are others."""
     folder = tmp_path_factory.mktemp("labs")
-    scenes.write(folder / "A", 0, 48, 16, 24, show=False)
-    scenes.write(folder / "B", 1, 48, 16, 24, show=False)
+    scenes.write_scenes(folder / "A", 0, 48, 16, 24, show=False)
+    scenes.write_scenes(folder / "B", 1, 48, 16, 24, show=False)
     return {"A": folder / "A", "B": folder / "B"}
 
 

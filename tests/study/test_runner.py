@@ -29,7 +29,7 @@ from tiny import TINY, Adclr
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
-    scenes.write(folder, 0, 48, 16, 24, show=False)
+    scenes.write_scenes(folder, 0, 48, 16, 24, show=False)
     return folder
 
 

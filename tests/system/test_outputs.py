@@ -128,7 +128,7 @@ def without_words(path: Path) -> None:
         path.write_text(json.dumps(value, indent=2))
     else:
         path.write_bytes(outputs.AUTHOR.sub(b"", path.read_bytes()))
-    assert outputs.author(path) is None
+    assert outputs.read_author(path) is None
 
 
 @pytest.mark.parametrize("command", ["evaluate", "doctor", "report", "plan", "visualize"], indirect=True)
@@ -140,7 +140,7 @@ def test_what_version_0_1_wrote_is_known(
     for name in files:
         without_words(tmp_path / name)
     work()
-    assert {outputs.author(tmp_path / name) for name in files} != {None}
+    assert {outputs.read_author(tmp_path / name) for name in files} != {None}
     if len(files) > 1:  # now that the record is of this version, it no longer vouches for what has no words
         without_words(tmp_path / files[-1])
         with pytest.raises(SystemExit, match="2"):
@@ -244,7 +244,7 @@ def test_an_export_replaces_neither_an_added_file_nor_one_outside(weights: Path,
     assert not list(tmp_path.glob(".*"))
     victim.write_text("outside")
     record = json.loads((out / "export.json").read_text())
-    record["files"]["../victim.txt"] = snapshot.facts(victim)  # in a folder that somebody gave away
+    record["files"]["../victim.txt"] = snapshot.describe_file(victim)  # in a folder that somebody gave away
     (out / "export.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="was not written by adclr export"):
         package.export(weights, "safetensors", out)

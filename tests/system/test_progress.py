@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from adclr.system import progress
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from adclr.system.progress import Line
     ],
 )
 def test_durations_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text
+    assert progress.format_duration(seconds) == text
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_what_is_left_of_a_long_run_is_in_days(capsys: pytest.CaptureFixture[str]) -> None:
-    with Line("pretrain", 10_001) as line:
+    with ProgressLine("pretrain", 10_001) as line:
         line.move(0)
         line.move(2, "loss 5.1")
     assert capsys.readouterr().err.splitlines() == ["pretrain 0/10001", "pretrain 2/10001 loss 5.1 3.5 days left"]
@@ -48,7 +48,7 @@ def test_a_terminal_shows_what_is_left_however_slow_the_steps_are(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    with Line("pretrain", 10_001) as line:
+    with ProgressLine("pretrain", 10_001) as line:
         line.move(0)
         line.move(2, "loss 5.1")
     assert "3.5 days left" in capsys.readouterr().err

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image, ImageFont
 
 from adclr import cli
-from adclr.evals.accuracy import draw
+from adclr.evals.accuracy import draw_confusion
 from adclr.features import pictures
 from adclr.features.pictures import Cell
 from adclr.system import fonts
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
 from adclr.weights.backbone import architecture, save_backbone
 from tiny import tiny
@@ -96,7 +96,7 @@ def test_errors_are_one_harmless_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_lines_that_stay_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:
-    with Line("reading", 1) as line:
+    with ProgressLine("reading", 1) as line:
         line.say(f"skipped a{ESCAPES}.png")
         line.move(1, f"b{ESCAPES}.png")
     assert_harmless(capsys.readouterr().err)
@@ -123,7 +123,7 @@ def no_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def name_of_row(name: str) -> Image.Image:
     """What a sheet draws beside a row."""
-    sheet = pictures.sheet([[Cell(Image.new("RGB", (60, 60), "white"))]], [name])
+    sheet = pictures.compose_sheet([[Cell(Image.new("RGB", (60, 60), "white"))]], [name])
     return sheet.crop((0, 0, sheet.width - 60 - pictures.PAD, sheet.height))
 
 
@@ -131,7 +131,7 @@ def name_of_row(name: str) -> Image.Image:
 def test_letters_of_other_scripts_are_drawn_from_a_font_of_the_system() -> None:
     dejavu = ImageFont.truetype("DejaVuSans.ttf", 13)
     for name in ("Äpfel", "собака", "σκύλος"):
-        lettering = fonts.lettering(name, 13)
+        lettering = fonts.drawable_text(name, 13)
         assert lettering.text == name
         assert lettering.font.getlength(name) == dejavu.getlength(name)
         assert ink(name_of_row(name)) > 20
@@ -141,9 +141,9 @@ def test_letters_of_other_scripts_are_drawn_from_a_font_of_the_system() -> None:
 
 @pytest.mark.usefixtures("no_fonts")
 def test_letters_that_no_font_has_are_spelled(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fonts.lettering("café", 13).text == "cafe"  # without its accent it is still read
-    assert fonts.lettering("犬猫 dog", 13).text == "U+72AC-732B dog"
-    assert fonts.lettering("犬 again", 13).text == "U+72AC again"
+    assert fonts.drawable_text("café", 13).text == "cafe"  # without its accent it is still read
+    assert fonts.drawable_text("犬猫 dog", 13).text == "U+72AC-732B dog"
+    assert fonts.drawable_text("犬 again", 13).text == "U+72AC again"
     err = capsys.readouterr().err
     assert err.count("\n") == 1  # said once
     assert "no font" in err
@@ -151,13 +151,13 @@ def test_letters_that_no_font_has_are_spelled(capsys: pytest.CaptureFixture[str]
 
 
 def test_control_characters_are_not_drawn() -> None:
-    assert fonts.lettering(f"a{ESCAPES}\n.png", 13).text == "a\\x1b]0;owned\\x07\\x1b[2J\\n.png"
+    assert fonts.drawable_text(f"a{ESCAPES}\n.png", 13).text == "a\\x1b]0;owned\\x07\\x1b[2J\\n.png"
 
 
 @pytest.mark.usefixtures("no_fonts")
 @pytest.mark.parametrize("classes", [["犬", "猫"], ["dog", "cat"]])
 def test_classes_of_the_confusions_are_told_apart(tmp_path: Path, classes: list[str]) -> None:
     counts = np.array([[5, 0], [1, 4]])
-    draw(tmp_path / "a.png", counts, classes)
-    draw(tmp_path / "b.png", counts, classes[::-1])
+    draw_confusion(tmp_path / "a.png", counts, classes)
+    draw_confusion(tmp_path / "b.png", counts, classes[::-1])
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()

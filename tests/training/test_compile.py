@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adclr import pretrain
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.model.blocks import run_block, run_checkpointed
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import VisionTransformer
@@ -161,11 +161,11 @@ def test_views_come_in_order_and_batches_are_closed() -> None:
         finally:
             closed.append(True)
 
-    ahead: Any = Ahead(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
+    ahead: Any = Prefetcher(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
     assert [next(ahead), next(ahead)] == [0, 10]
     ahead.close()
     assert closed == [True]
-    ahead = Ahead(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
+    ahead = Prefetcher(batches(), lambda batch: 10 * batch, CPU)  # type: ignore[arg-type, return-value]
     assert list(ahead) == [0, 10, 20, 30, 40]
 
 

@@ -20,7 +20,7 @@ from adclr.config.sections import UserError
 from adclr.config.settings import Settings
 from adclr.data.draws import key_of
 from adclr.data.sources import ImageFolder
-from adclr.evals.features import extract
+from adclr.evals.features import extract_features
 from adclr.system.runs import Run
 from adclr.training import continued, job, launch, planning
 from adclr.training.journal import Journal
@@ -107,7 +107,7 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     source = ImageFolder(images / "train")
     kept = load_file(run.path / continued.FEATURES)
     loaded = load_weights(weights)
-    found = extract(loaded, source, lambda x: loaded.vit(x).cls, torch.device("cpu"), show=False)
+    found = extract_features(loaded, source, lambda x: loaded.vit(x).cls, torch.device("cpu"), show=False)
     assert torch.equal(kept["features"], found.values)
     assert kept["keys"].numpy().view(np.uint64).tolist() == [key_of(path) for path in source.paths]
     assert rows[0]["effective_rank"] == pytest.approx(slow_rank(found.values.double().numpy()))

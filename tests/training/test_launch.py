@@ -58,28 +58,28 @@ def test_a_short_trial_has_a_short_warm_up(images: Path, tmp_path: Path, adclr: 
 def test_what_the_user_does_not_set_is_scaled_if_it_does_not_fit(
     recipe: dict[str, object], said: dict[str, object], expected: tuple[float, ...]
 ) -> None:
-    assert lengths(launch.settle(recipe, said)) == pytest.approx(expected)
+    assert lengths(launch.resolve_settings(recipe, said)) == pytest.approx(expected)
 
 
 def test_what_the_user_sets_is_not_scaled() -> None:
     for recipe, said in (({}, {"epochs": 5, "warmup_epochs": 5}), ({"epochs": 5, "warmup_epochs": 6}, {})):
         with pytest.raises(UserError, match=r"leaves none of the 5 epochs; set optim\.warmup_epochs=0\.5"):
-            launch.settle(recipe, said)
+            launch.resolve_settings(recipe, said)
     with pytest.raises(UserError, match=r"train\.epochs='many'"):
-        launch.settle({}, {"epochs": "many"})
+        launch.resolve_settings({}, {"epochs": "many"})
 
 
 @pytest.mark.parametrize("name", sections.recipe_names())
 def test_recipes_are_left_as_they_are(name: str) -> None:
-    recipe = sections.recipe(name)
-    assert launch.settle(recipe, {}) == sections.build(Settings, recipe)
+    recipe = sections.load_recipe(name)
+    assert launch.resolve_settings(recipe, {}) == sections.build(Settings, recipe)
 
 
 def test_a_study_and_its_runs_scale_alike(tmp_path: Path) -> None:
     file = study(tmp_path, recipe="adclr_small", settings={"train.epochs": 4})
     (cell,) = read_study(file).cells
     assert lengths(cell.settings) == (0.2, 0.6, 1)
-    assert lengths(launch.settle(sections.recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
+    assert lengths(launch.resolve_settings(sections.load_recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
 
 
 def test_a_run_from_before_lengths_were_scaled_is_resumed(images: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: 
 
 
 def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = sections.build(Settings, sections.recipe("adclr_vits16"))
+    settings = sections.build(Settings, sections.load_recipe("adclr_vits16"))
     plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
     text = capsys.readouterr().out
     assert "ESTIMATED, not measured, for H200" in text
@@ -350,13 +350,13 @@ def test_images_on_the_gpu_leave_less_room(images: Path) -> None:
 
 def test_names_of_gpus() -> None:
     for name in ("h200", "H200", "NVIDIA H200"):
-        assert plan_gpus.find(name, None, None) == H200
+        assert plan_gpus.find_gpu(name, None, None) == H200
     for name in ("NVIDIA GeForce RTX 4090", "rtx-4090", "rtx_4090"):
-        assert plan_gpus.find(name, None, None) == plan_gpus.GPUS["rtx4090"]
-    assert plan_gpus.find("A100 80GB", None, None) == plan_gpus.GPUS["a100-80gb"]
-    assert plan_gpus.find("a10", 12.0, None) == plan_gpus.Gpu("A10", 12.0, 125)
-    assert plan_gpus.find(None, 10.0, 20.0) == plan_gpus.Gpu("a GPU", 10.0, 20.0)
-    assert plan_gpus.find(None, None, None) is None
+        assert plan_gpus.find_gpu(name, None, None) == plan_gpus.GPUS["rtx4090"]
+    assert plan_gpus.find_gpu("A100 80GB", None, None) == plan_gpus.GPUS["a100-80gb"]
+    assert plan_gpus.find_gpu("a10", 12.0, None) == plan_gpus.Gpu("A10", 12.0, 125)
+    assert plan_gpus.find_gpu(None, 10.0, 20.0) == plan_gpus.Gpu("a GPU", 10.0, 20.0)
+    assert plan_gpus.find_gpu(None, None, None) is None
 
 
 def test_too_many_images_at_once_are_told_which_number_fits(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

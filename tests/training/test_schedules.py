@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from adclr.model.optim import update
+from adclr.model.optim import optimizer_step
 from adclr.training.schedules import Schedules, Values, make_optimizer
 from tiny import tiny
 
@@ -54,7 +54,7 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
     loss = give_gradients(model, scale=2.0)
     before = {n: p.detach().double().clone() for n, p in model.named_parameters()}
     grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    assert update(optimizer, 0.1, 0.2, 3.0, loss)
+    assert optimizer_step(optimizer, 0.1, 0.2, 3.0, loss)
     clipped = 0
     for name, parameter in model.named_parameters():
         g, p = grads[name], before[name]
@@ -97,7 +97,7 @@ def test_numbers_on_the_device_give_the_same_step() -> None:
         model = network()
         optimizer = make_optimizer(model, tiny())
         for _ in range(3):
-            update(optimizer, *numbers, 3.0, give_gradients(model))
+            optimizer_step(optimizer, *numbers, 3.0, give_gradients(model))
         found.append([p.detach() for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
@@ -108,7 +108,7 @@ def test_numbers_on_the_device_give_the_same_step() -> None:
 def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: float) -> None:
     model = network()
     optimizer = make_optimizer(model, tiny())
-    assert update(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
+    assert optimizer_step(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
     state = {n: p.detach().clone() for n, p in model.named_parameters()}
     moments = [t.clone() for p in model.parameters() for t in optimizer.state[p].values()]
     loss = give_gradients(model)
@@ -117,11 +117,11 @@ def test_a_number_that_is_not_finite_voids_the_step_to_the_bit(where: str, bad: 
     else:
         assert model[1].bias.grad is not None
         model[1].bias.grad[2] = bad
-    assert not update(optimizer, 0.1, 0.2, 3.0, loss)
+    assert not optimizer_step(optimizer, 0.1, 0.2, 3.0, loss)
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
     after = [t for p in model.parameters() for t in optimizer.state[p].values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
-    assert update(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
+    assert optimizer_step(optimizer, 0.1, 0.2, 3.0, give_gradients(model))
     assert all(p.isfinite().all() for p in model.parameters())
 
 

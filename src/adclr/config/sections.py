@@ -309,7 +309,7 @@ def build(model: type[S], *layers: Mapping[str, Any], warn: bool = True) -> S:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = value
-    return validated(model, tree)
+    return validate_settings(model, tree)
 
 
 def _check_constant(path: str, value: Any, constant: Any) -> None:
@@ -318,7 +318,7 @@ def _check_constant(path: str, value: Any, constant: Any) -> None:
         raise UserError(f"{path} is a constant, {_listed(constant)}, and cannot be {value}; leave it out")
 
 
-def validated(model: type[S], tree: Mapping[str, Any]) -> S:
+def validate_settings(model: type[S], tree: Mapping[str, Any]) -> S:
     """Return the settings of a tree in which every name is written out."""
     try:
         return model.model_validate(tree)
@@ -364,7 +364,7 @@ def recipe_text(name: str, kind: str = "") -> str:
     return (resources.files("adclr.config") / "recipes" / kind / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def recipe(name: str, kind: str = "") -> dict[str, Any]:
+def load_recipe(name: str, kind: str = "") -> dict[str, Any]:
     """Return the settings of a recipe as it nests them."""
     values = load_yaml(recipe_text(name, kind), f"recipe {name}")
     if values is None:

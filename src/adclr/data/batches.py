@@ -20,8 +20,8 @@ from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.draws import combine, epoch_order
 from adclr.data.feed import Batch, Feed
-from adclr.data.prefetch import Ahead
-from adclr.data.views import BatchPlan, plan
+from adclr.data.prefetch import Prefetcher
+from adclr.data.views import BatchPlan, plan_batch
 from adclr.model.views import Views
 from adclr.system import distributed
 
@@ -38,14 +38,14 @@ class TrainingBatches:
         self.steps_per_epoch = len(feed.source) // self.batch_size
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None  # the last epoch and its order
 
-    def from_step(self, start: int) -> Ahead[Views]:
+    def from_step(self, start: int) -> Prefetcher[Views]:
         """Return the views of every micro-batch of this process from a step on; close the iterator in the end."""
         return self.prefetch(self._micro_batches(start))
 
-    def prefetch(self, order: Order) -> Ahead[Views]:
+    def prefetch(self, order: Order) -> Prefetcher[Views]:
         """Return the views of the micro-batches of an order; close the iterator in the end."""
-        batches = self.feed.batches(order, partial(plan, self.settings))  # decoded, packed and planned by threads
-        return Ahead(batches, self._render, self.device)  # by one more thread on a GPU
+        batches = self.feed.batches(order, partial(plan_batch, self.settings))  # decoded, packed and planned by threads
+        return Prefetcher(batches, self._render, self.device)  # by one more thread on a GPU
 
     def _render(self, batch: Batch[BatchPlan]) -> Views:
         data = self.settings.data

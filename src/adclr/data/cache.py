@@ -18,8 +18,8 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Pixels
 from adclr.data.packed import Packed, pack
 from adclr.system.machine import GIB
-from adclr.system.progress import Line
-from adclr.system.threads import Workers, in_order, result
+from adclr.system.progress import ProgressLine
+from adclr.system.threads import ThreadPool, load_in_order, wait_for
 
 Mode = Literal["auto", "off", "ram", "gpu"]
 Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read
@@ -32,7 +32,7 @@ PART_IMAGES, PART_BYTES = 32, 2**25
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """Free memory in bytes."""
 
     host: float
@@ -64,11 +64,11 @@ class Store:
         return self.packed.bytes.numel() / GIB
 
 
-def guess(read: Read, count: int, pool: Workers) -> float:
+def estimate_bytes(read: Read, count: int, pool: ThreadPool) -> float:
     """Estimate the bytes of a decoded collection from a few of its images."""
     chosen = np.linspace(0, count - 1, min(SAMPLE, count)).astype(int)
     futures = [pool.submit(read, int(i)) for i in chosen]
-    sizes = [pixels.size for pixels in (result(future, pool) for future in futures) if pixels is not None]
+    sizes = [pixels.size for pixels in (wait_for(future, pool) for future in futures) if pixels is not None]
     return count * float(np.mean(sizes)) if sizes else 0.0
 
 
@@ -77,7 +77,7 @@ def build_store(
     read: Read,
     count: int,
     num_workers: int,
-    free: Room,
+    free: FreeMemory,
     device: torch.device,
     show: bool = True,
     reading: Callable[[], str] = lambda: "the images",
@@ -90,9 +90,9 @@ def build_store(
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
     if mode == "off":
         return None
-    with Workers(max(1, num_workers), "cache") as pool:
-        size = guess(read, count, pool)
-        where = place(mode, size, free) if size else None  # if nothing can be read, the first batch says so
+    with ThreadPool(max(1, num_workers), "cache") as pool:
+        size = estimate_bytes(read, count, pool)
+        where = choose_location(mode, size, free) if size else None  # if nothing can be read, the first batch says so
     if where is None:
         return None
     capacity = MARGIN * size + 2**26 if mode == "auto" else free.host
@@ -105,7 +105,7 @@ def build_store(
     return Store(packed.to(device) if where == "gpu" else packed)
 
 
-def place(mode: str, size: float, free: Room) -> Literal["ram", "gpu"] | None:
+def choose_location(mode: str, size: float, free: FreeMemory) -> Literal["ram", "gpu"] | None:
     """Return where a collection of so many bytes is cached; None: nowhere."""
     if mode == "auto":
         if free.gpu and MARGIN * size <= min(GPU_SHARE * free.gpu, free.host):
@@ -137,8 +137,10 @@ def _fill(
     offsets, sizes = np.full(count, -1, np.int64), np.zeros((count, 2), np.int64)
     used = channels = 0
     parts = (np.arange(first, min(first + part, count)) for first in range(0, count, part))
-    decoded = in_order(parts, lambda indices: indices, read, _pack_readable, reading, num_workers, ahead=num_workers)
-    with closing(decoded), Line("decoding into memory", count, show=show) as line:
+    decoded = load_in_order(
+        parts, lambda indices: indices, read, _pack_readable, reading, num_workers, ahead=num_workers
+    )
+    with closing(decoded), ProgressLine("decoding into memory", count, show=show) as line:
         for number, (readable, packed) in enumerate(decoded, 1):
             line.move(min(number * part, count))
             if packed is None:

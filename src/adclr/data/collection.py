@@ -17,7 +17,7 @@ from adclr.data.huggingface import HuggingFace
 from adclr.data.shards import TarShards
 from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
 from adclr.system.machine import gpu_bytes
-from adclr.system.threads import Workers, result
+from adclr.system.threads import ThreadPool, wait_for
 
 LISTS = (".txt", ".lst", ".list")
 SAMPLE = 200  # images whose headers are read
@@ -84,8 +84,8 @@ def median_side(source: Source) -> int:
             return None
 
     chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
-    with Workers(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
-        lengths = [result(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
+    with ThreadPool(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
+        lengths = [wait_for(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
     sides = [length for length in lengths if length is not None]
     if not sides:
         tried = min(SAMPLE, len(source))
@@ -93,7 +93,7 @@ def median_side(source: Source) -> int:
     return int(statistics.median(sides))
 
 
-def choose_for(source: Source, device: str) -> Choice:
+def choose_recipe(source: Source, device: str) -> Choice:
     """Return the automatic choice of a recipe for a collection and a device."""
     return choose(len(source), median_side(source), gpu_bytes(device))
 

@@ -25,7 +25,7 @@ from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
 from adclr.data.shards import TarShards
-from adclr.data.sources import Source, reason_of
+from adclr.data.sources import Source, error_reason
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count
@@ -85,7 +85,7 @@ def _examine(source: Source, index: int, decoder: Decoder) -> Finding:
     try:
         data = source.read(index)
     except OSError as error:
-        return Finding(path, 0, "", reason_of(error))
+        return Finding(path, 0, "", error_reason(error))
     digest, bands = blake2b(data, digest_size=16).hexdigest(), tiff_bands(data) or 0
     try:
         pixels = decoder(data)
@@ -335,7 +335,7 @@ def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> di
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     files = [out / name for name in ("doctor.json", "doctor.txt", "contact_sheet.png")]
-    outputs.check("doctor", files, overwrite, record=files[0])
+    outputs.check_overwrite("doctor", files, overwrite, record=files[0])
     source = open_source(data, allow_damaged=True)
     collection.check_apart(out, source)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
@@ -346,8 +346,8 @@ def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> di
     print(text)
     sheet = _contact_sheet(source, findings, decoder)
     write_json(files[0], report | {"provenance": provenance() | outputs.signature("doctor")})
-    write_atomically(files[1], f"{text}\n\n{outputs.words('doctor')}\n".encode("utf-8", "backslashreplace"))
+    write_atomically(files[1], f"{text}\n\n{outputs.author_words('doctor')}\n".encode("utf-8", "backslashreplace"))
     if sheet is not None:
-        write_atomically(files[2], outputs.png(sheet, "doctor"))
+        write_atomically(files[2], outputs.encode_png(sheet, "doctor"))
     print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
     return report

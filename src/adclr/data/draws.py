@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint64]
+Keys = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 TRIES = 10  # to draw a crop that fits
@@ -27,7 +27,7 @@ def key_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
-def mix(x: Words) -> Words:
+def mix(x: Keys) -> Keys:
     """Apply the finalizer of splitmix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
     for shift, factor in _ROUNDS:
         x = x ^ (x >> shift)
@@ -48,7 +48,7 @@ def _word(text: str) -> np.uint64:
     return np.uint64(key_of(text))
 
 
-def _to_uniform(bits: Words, low: float, high: float) -> NDArray[np.float64]:
+def _to_uniform(bits: Keys, low: float, high: float) -> NDArray[np.float64]:
     """Map 64 bits to a number in [low, high) by the upper 53."""
     return low + (high - low) * ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
@@ -56,15 +56,15 @@ def _to_uniform(bits: Words, low: float, high: float) -> NDArray[np.float64]:
 class Draws:
     """Random numbers of a batch of images in an epoch."""
 
-    def __init__(self, seed: int, epoch: int, keys: Words) -> None:
+    def __init__(self, seed: int, epoch: int, keys: Keys) -> None:
         self.state = mix(keys + np.uint64(combine(seed, epoch)))
 
-    def bits(self, word: str, *shape: int) -> Words:
+    def bits(self, word: str, *shape: int) -> Keys:
         """Return len(keys)×shape words of 64 random bits."""
         positions = np.arange(int(np.prod(shape, dtype=np.int64)))
         return self._at(word, positions).reshape(len(self.state), *shape)
 
-    def _at(self, word: str, positions: NDArray[np.int64], images: NDArray[np.int64] | None = None) -> Words:
+    def _at(self, word: str, positions: NDArray[np.int64], images: NDArray[np.int64] | None = None) -> Keys:
         """Return the bits at some positions of all images, or, of each of these images, at its row of positions."""
         start = mix((self.state if images is None else self.state[images]) ^ _word(word))
         return mix(start[:, None] + (positions + 1).astype(np.uint64) * _GOLDEN)
@@ -88,7 +88,7 @@ class Draws:
         return np.argsort(self.bits(word, *shape, length), axis=-1, kind="stable")
 
 
-def epoch_order(seed: int, epoch: int, keys: Words) -> NDArray[np.int64]:
+def epoch_order(seed: int, epoch: int, keys: Keys) -> NDArray[np.int64]:
     """Return the order of images in an epoch: by a hash of each, so that adding or removing a file moves no other."""
     return np.argsort(Draws(seed, epoch, keys).bits("order", 1)[:, 0], kind="stable")
 

@@ -24,19 +24,19 @@ from adclr.config.sections import UserError
 from adclr.data import cache
 from adclr.data.cache import Store
 from adclr.data.decode import Pixels, Unreadable
-from adclr.data.draws import Words
+from adclr.data.draws import Keys
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed, pack
-from adclr.data.sources import Source, fail, reason_of
+from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.system import distributed, machine
-from adclr.system.threads import ASSEMBLERS, in_order
+from adclr.system.threads import NUM_ASSEMBLERS, load_in_order
 
 # Once too many images are unreadable: how many are tried, and for how long (seconds), to find out how many there are.
 SURVEY, SURVEY_SECONDS = 1000, 5.0
 
 Item = TypeVar("Item", Pixels, Pixels | Encoded)
 Plan = TypeVar("Plan")
-Planner = Callable[[int, Words, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> the plan of a batch
+Planner = Callable[[int, Keys, NDArray[np.int64]], Plan]  # (epoch, keys, sizes) -> the plan of a batch
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Feed:
             packed = self._pack(indices, items) if items else cast(Store, self.store).select(indices)
             return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes), epoch, indices)
 
-        return in_order(
+        return load_in_order(
             order,
             indices_to_read,
             self._load,
@@ -97,7 +97,7 @@ class Feed:
             self.num_workers,
             self._gpu,
             # one where nothing is waited for: two took Python's lock from the thread that launches kernels
-            assemblers=1 if cached_on_gpu else ASSEMBLERS,
+            assemblers=1 if cached_on_gpu else NUM_ASSEMBLERS,
         )
 
     def _load(self, index: int) -> Pixels | Encoded:
@@ -122,8 +122,8 @@ class Feed:
 
     def keep(self, mode: cache.Mode, device: torch.device) -> None:
         """Decode all images once and cache them, if the setting says so and they fit."""
-        gpu = machine.available(device) if device.type == "cuda" else 0.0
-        free = cache.Room(machine.host_memory() / distributed.local_world_size(), gpu)
+        gpu = machine.available_gpu_memory(device) if device.type == "cuda" else 0.0
+        free = cache.FreeMemory(machine.host_memory() / distributed.local_world_size(), gpu)
         self.store = cache.build_store(
             mode, self.read, len(self.source), self.num_workers, free, device, distributed.is_main(), self.reading
         )
@@ -171,10 +171,10 @@ class Feed:
         try:
             return decode(self.source.read(index))
         except (Unreadable, OSError) as error:
-            self._list_unreadable(index, reason_of(error))
+            self._list_unreadable(index, error_reason(error))
             return None
         except Exception as error:
-            fail(error, self.source, index)
+            raise_with_name(error, self.source, index)
         finally:
             self._reading.pop(thread, None)
 
@@ -236,9 +236,9 @@ class Feed:
                     self.decoder(self.source.read(index))
                     continue
                 except (Unreadable, OSError) as error:
-                    self._add_unreadable(index, reason_of(error))
+                    self._add_unreadable(index, error_reason(error))
                 except Exception as error:
-                    fail(error, self.source, index)
+                    raise_with_name(error, self.source, index)
             bad += 1
         if tried == count:
             return f"{bad} of {count} images"

@@ -25,7 +25,7 @@ from torch import Tensor
 from adclr.data.decode import COLUMNS_FLIPPED, MISSING, ROWS_FLIPPED, Decoder, Pixels, Unreadable, turn_upright
 from adclr.data.jpeg import Header, read_header
 from adclr.data.packed import Packed, pack
-from adclr.system.devices import stream
+from adclr.system.devices import shared_stream
 
 END = b"\xff\xd9"
 # A file whose end marker is further from its last byte than this goes to the CPU, which finds out what is wrong.
@@ -50,7 +50,7 @@ class GpuDecoder:
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
-        self.stream = stream("decoding", device) if device.type == "cuda" else None
+        self.stream = shared_stream("decoding", device) if device.type == "cuda" else None
 
     @staticmethod
     def suits(device: torch.device) -> bool:

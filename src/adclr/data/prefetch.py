@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adclr.data.feed import Batch
-from adclr.system.devices import be_on, stream
+from adclr.system.devices import set_current_device, shared_stream
 
 
 class Rendered(Protocol):
@@ -25,7 +25,7 @@ class Rendered(Protocol):
 R = TypeVar("R", bound=Rendered)
 
 
-class Ahead(Generic[R]):
+class Prefetcher(Generic[R]):
     """An iterator over what is rendered of batches; closing it closes the batches.
 
     Views of three batches are in memory at most: of the one the GPU works on, of the one that is queued behind it, and
@@ -40,10 +40,10 @@ class Ahead(Generic[R]):
         self.last: R | None = None  # that was taken
         self._thread: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            self.stream = stream("views", device)
+            self.stream = shared_stream("views", device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
             self._used: torch.cuda.Event | None = None  # the end of the work on the views before the last
-            self._thread = ThreadPoolExecutor(1, "views", be_on, (device,))
+            self._thread = ThreadPoolExecutor(1, "views", set_current_device, (device,))
             self._next: Future[tuple[R, torch.cuda.Event] | None] = self._thread.submit(self._render_next)
 
     def __iter__(self) -> Self:

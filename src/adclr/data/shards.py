@@ -12,7 +12,7 @@ import numpy as np
 
 from adclr.config.sections import UserError
 from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
-from adclr.system.progress import Tally
+from adclr.system.progress import ProgressCount
 
 LONGEST_LABEL = 256  # bytes of a .cls file
 
@@ -78,7 +78,7 @@ def index_shards(shards: Sequence[str]) -> Listing:
     labels: dict[str, str] = {}
     facts: Facts = {}
     problems: dict[str, str] = {}
-    with Tally("indexing", "images") as tally:
+    with ProgressCount("indexing", "images") as tally:
         for number, (shard, title) in enumerate(zip(shards, _titles(shards), strict=True)):
             try:
                 facts[shard] = fact(shard, True)

@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
-from adclr.data.draws import Words, key_of
+from adclr.data.draws import Keys, key_of
 from adclr.system.files import write_atomically
-from adclr.system.progress import Tally
+from adclr.system.progress import ProgressCount
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 PROGRESS_EVERY = 1000  # images between two updates of the progress, also within one folder
-NO_PLACES = np.zeros((0, 3), np.int64)
+NO_EXTENTS = np.zeros((0, 3), np.int64)
 
 
 class Source:
@@ -40,7 +40,7 @@ class Source:
         self.listing = listing  # the index of the collection, where searching it again takes long
 
     @cached_property
-    def keys(self) -> Words:
+    def keys(self) -> Keys:
         """Return the 64-bit key of each item."""
         return np.fromiter((key_of(path) for path in self.paths), np.uint64, len(self.paths))
 
@@ -200,14 +200,14 @@ def read_file(path: str) -> bytes:
         os.close(file)
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return why an item cannot be read, without the number and the path that Python adds to the system's message."""
     if isinstance(error, FileNotFoundError):
         return "the file does not exist"
     return str(getattr(error, "strerror", None) or error)
 
 
-def fail(error: Exception, source: Source, index: int) -> NoReturn:
+def raise_with_name(error: Exception, source: Source, index: int) -> NoReturn:
     """Raise an error that came up in reading an item, and is not the item's fault, with the item's name."""
     name = printable(f"{source.paths[index]} of {source.root}")
     if isinstance(error, UserError):
@@ -248,7 +248,7 @@ def index_folder(root: Path) -> Listing:
     problems: dict[str, str] = {}
     visited: set[tuple[int, int]] = set()
     pending = [""]
-    with Tally("indexing", "images") as tally:
+    with ProgressCount("indexing", "images") as tally:
         while pending:
             relative = pending.pop()
             folder = root / relative
@@ -281,7 +281,7 @@ def index_folder(root: Path) -> Listing:
     if links:
         files = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in names}
         names += [path for file, path in links.items() if file not in files]
-    return Listing(sorted(names), facts, NO_PLACES, [], problems)
+    return Listing(sorted(names), facts, NO_EXTENTS, [], problems)
 
 
 def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.data.draws import Words
+from adclr.data.draws import Keys
 from adclr.data.sources import Source
 from adclr.system.files import write_atomically
 from adclr.system.progress import track
@@ -49,7 +49,7 @@ class Stamps:
         hashes = {"time": _digest(np.stack([self.sizes, self.times]))}
         return hashes if self.contents is None else hashes | {"content": _digest(self.contents)}
 
-    def save(self, path: Path, keys: Words) -> None:
+    def save(self, path: Path, keys: Keys) -> None:
         """Write them to an .npz file in the order of the images' keys, whole or not at all."""
         order, buffer = np.argsort(keys, kind="stable"), io.BytesIO()
         sorted_ = self.of(order)
@@ -60,7 +60,7 @@ class Stamps:
         write_atomically(path, buffer.getvalue())
 
 
-def take(source: Source, check: Check = "time", num_threads: int | None = None) -> Stamps:
+def read_stamps(source: Source, check: Check = "time", num_threads: int | None = None) -> Stamps:
     """Return the stamps of all images; with `check="content"` every image is read."""
     count = len(source)
     pairs = np.array(_each(source.stamp, count, STAT_THREADS), np.int64).reshape(count, 2)
@@ -78,13 +78,13 @@ def take(source: Source, check: Check = "time", num_threads: int | None = None) 
     return replace(stamps, contents=np.array(contents, np.uint64))
 
 
-def fingerprint(source: Source) -> str:
+def fingerprint_files(source: Source) -> str:
     """Return a hash of the names and sizes of all images: the same wherever the collection is stored."""
     order = np.argsort(source.keys, kind="stable")
-    return _digest(np.stack([source.keys[order].view(np.int64), take(source).sizes[order]]))
+    return _digest(np.stack([source.keys[order].view(np.int64), read_stamps(source).sizes[order]]))
 
 
-def load(path: Path, keys: Words) -> Stamps | None:
+def load_stamps(path: Path, keys: Keys) -> Stamps | None:
     """Return the stamps that were saved for images of these keys, in their order; None if there are none."""
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -100,7 +100,7 @@ def load(path: Path, keys: Words) -> Stamps | None:
     return stamps.of(np.argsort(order))
 
 
-def replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
+def find_replaced(before: Stamps, now: Stamps, check: Check) -> NDArray[np.int64]:
     """Return the indices of images that are other files than before.
 
     By content, if that was asked for both times. Else an image was replaced if its size differs, or its time, unless no

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
-from adclr.data.draws import TRIES, Draws, Words, crop_boxes
+from adclr.data.draws import TRIES, Draws, Keys, crop_boxes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,7 +45,7 @@ class BatchPlan:
     masked_rows: int = 0  # to which the hidden patches of a batch are padded on a GPU, see `num_masked_rows`
 
 
-def plan(settings: Settings, epoch: int, keys: Words, sizes: Ints) -> BatchPlan:
+def plan_batch(settings: Settings, epoch: int, keys: Keys, sizes: Ints) -> BatchPlan:
     """Return the plan of a batch of images with these keys and sizes (B×2: height, width)."""
     views, patch = settings.views, settings.model.patch_size
     draws = Draws(settings.train.seed, epoch, keys)

@@ -43,20 +43,20 @@ SEARCHED = ("train", "val", "images", "labels", "annotations", "JPEGImages", "An
 NAMES = tuple(WRITES)
 
 
-def module(name: str) -> ModuleType:
+def import_evaluation(name: str) -> ModuleType:
     """Import and return the module of an evaluation."""
     if name not in NAMES:
         raise UserError(f"unknown evaluation '{name}'; there are: {', '.join(NAMES)}")
     return importlib.import_module(f"adclr.evals.{name}")
 
 
-def recipe_of(name: str, chosen: str | None) -> dict[str, Any]:
+def load_recipe(name: str, chosen: str | None) -> dict[str, Any]:
     """Return the settings of a recipe: a .yaml file, or one of recipes/evaluate for this evaluation."""
     if chosen is None:
         return {}
     if not chosen.endswith((".yaml", ".yml")) and not chosen.startswith(f"{name}_"):
         raise UserError(f"recipe '{chosen}' is not one of {name}{recipe_hint(name) or ', which has none'}")
-    return sections.recipe(chosen, "evaluate")
+    return sections.load_recipe(chosen, "evaluate")
 
 
 def recipe_hint(name: str) -> str:
@@ -79,12 +79,14 @@ def evaluate(
     data = settings.get("data")
     if isinstance(data, list | tuple):
         settings["data"] = [os.fspath(path) for path in data]
-    layers = recipe_of(name, None if recipe is None else os.fspath(recipe)), settings
-    all_settings = sections.build(module(name).Settings, *layers)
-    return score(name, all_settings, None if out is None else Path(out), overwrite=overwrite)
+    layers = load_recipe(name, None if recipe is None else os.fspath(recipe)), settings
+    all_settings = sections.build(import_evaluation(name).Settings, *layers)
+    return run_evaluation(name, all_settings, None if out is None else Path(out), overwrite=overwrite)
 
 
-def score(name: str, settings: Any, out: Path | None, say: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def run_evaluation(
+    name: str, settings: Any, out: Path | None, say: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
     """Return the scores; the first process writes them to `out`, and with `say` prints them."""
     prefix = None
     if out is not None:
@@ -93,8 +95,8 @@ def score(name: str, settings: Any, out: Path | None, say: bool = False, overwri
     from adclr.system import devices, distributed
 
     started = time.monotonic()
-    with distributed.session(devices.choose(settings.device)):
-        scores: dict[str, Any] = module(name).run(settings, prefix)
+    with distributed.session(devices.select_device(settings.device)):
+        scores: dict[str, Any] = import_evaluation(name).run(settings, prefix)
         if distributed.is_main():
             seconds = round(time.monotonic() - started, 1)
             if say:
@@ -116,7 +118,7 @@ def _check_output(name: str, settings: Any, out: Path, prefix: Path, overwrite: 
     check_writable(out)
     writes = WRITES[name]
     pictures = [prefix.with_name(prefix.name + suffix) for suffix in writes if suffix]
-    outputs.check("evaluate", [out, *pictures], overwrite, record=out)
+    outputs.check_overwrite("evaluate", [out, *pictures], overwrite, record=out)
     if FOLDER in writes and os.path.lexists(prefix) and not overwrite and not _is_output(prefix):
         raise UserError(f"{prefix} was not written by adclr evaluate; {outputs.REMEDY}")
     for data in settings.data if isinstance(settings.data, tuple) else (settings.data,):
@@ -136,7 +138,7 @@ def _is_output(folder: Path) -> bool:
     lock, entries = folder / ".lock", list(folder.iterdir())
     if lock in entries:  # in version 0.1 it was empty, as in a run of pretraining, which has settings.yaml too
         empty = not lock.stat().st_size and folder / "settings.yaml" not in entries
-        return empty or outputs.author(lock) == "evaluate"
+        return empty or outputs.read_author(lock) == "evaluate"
     return not entries or any(_is_data_set_score(entry) if entry.is_file() else _is_output(entry) for entry in entries)
 
 
@@ -144,7 +146,7 @@ def _is_data_set_score(file: Path) -> bool:
     """Return whether a file has the scores of one data set of `transfer`, which version 0.1 wrote unsigned."""
     if file.suffix != ".json":
         return False
-    if outputs.author(file) == "evaluate":
+    if outputs.read_author(file) == "evaluate":
         return True
     try:
         value = read_json(file)
@@ -169,11 +171,11 @@ def format_scores(scores: dict[str, Any]) -> str:
 
 def _controls(name: str, settings: Any, out: Path | None) -> tuple[Path, list[Path]]:
     """Return the file of the same evaluation from scratch, and the folders that may have it under another name."""
-    control = file_of(name, settings.model_copy(update={"from_scratch": True}))
+    control = result_path(name, settings.model_copy(update={"from_scratch": True}))
     return control, [control.parent, *([] if out is None else [out.parent])]
 
 
-def file_of(name: str, settings: Any) -> Path:
+def result_path(name: str, settings: Any) -> Path:
     """Return evals/NAME/DATA-HASH.json beside the weights; the hash is of the data's path and all other settings.
 
     The weights of a run are not hashed, so that the run can be moved; those of a folder with many weights are.

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from adclr.data.sets.classes import Labelled
-from adclr.features.pictures import INK, PAPER, Bar, Cell, sheet, viridis
+from adclr.data.sets.classes import LabeledImages
+from adclr.features.pictures import INK, PAPER, Cell, ColorBar, compose_sheet, viridis
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
-from adclr.system.fonts import lettering
+from adclr.system.fonts import drawable_text
 
 Counts = NDArray[np.int64]
 MAX_DRAWN = 1000  # classes with a picture
@@ -53,11 +53,11 @@ def accuracies(
             scores["confusion"] = counts.tolist()
         if prefix is not None and distributed.is_main():
             title = f"Confusion matrix, {name}: {scores[f'{name}_top1']:.1f} % of {len(labels)} images right"
-            draw(prefix.with_name(prefix.name + ".png"), counts, classes, title)
+            draw_confusion(prefix.with_name(prefix.name + ".png"), counts, classes, title)
     return scores
 
 
-def count_images(labeled: Labelled, num_train: int, num_val: int) -> dict[str, float]:
+def count_images(labeled: LabeledImages, num_train: int, num_val: int) -> dict[str, float]:
     """Return the numbers of train and val images that were read, and that of unreadable images."""
     num_images = len(labeled.train.labels) + len(labeled.val.labels)
     counts = {"num_train": num_train, "num_val": num_val, "num_unreadable": num_images - num_train - num_val}
@@ -71,7 +71,7 @@ def _confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Counts:
     return counts
 
 
-def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> None:
+def draw_confusion(path: Path, counts: Counts, classes: list[str], title: str = "") -> None:
     """Write a PNG of the matrix: the share of a true class that was predicted as each class, by color and as a number.
 
     Cells show their percentage where it fits, and the number of images below it where both fit; empty cells show none.
@@ -80,7 +80,7 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
     cell = max(1, SIDE // len(classes))
     texts, kind = _labels(classes)
     size = max(8, min(16, cell - 2)) if len(classes) <= MAX_NAMED else 12
-    labels = {number: lettering(text, size) for number, text in texts.items()}
+    labels = {number: drawable_text(text, size) for number, text in texts.items()}
     names = min(MAX_MARGIN, max(int(font.getlength(text)) for text, font in labels.values())) + 8
     margin = LINE + names
     colors = viridis(shares)
@@ -101,8 +101,8 @@ def draw(path: Path, counts: Counts, classes: list[str], title: str = "") -> Non
         words = ImageFont.load_default(size=LINE - 6)
         ImageDraw.Draw(strip).text((strip.width // 2, LINE // 2), text, fill=INK, font=words, anchor="mm")
         image.paste(strip.rotate(90, expand=True) if rotated else strip, (0, margin) if rotated else (margin, 0))
-    scale = Bar("0 %", "100 %", "of the images of the true class")
-    write_atomically(path, outputs.png(sheet([[Cell(image, title)]], bar=scale, text=16), "evaluate"))
+    scale = ColorBar("0 %", "100 %", "of the images of the true class")
+    write_atomically(path, outputs.encode_png(compose_sheet([[Cell(image, title)]], bar=scale, text=16), "evaluate"))
 
 
 def _labels(classes: list[str]) -> tuple[dict[int, str], str]:

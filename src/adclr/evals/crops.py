@@ -18,11 +18,11 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.data.augment import crop
-from adclr.data.draws import Draws, Words, crop_boxes, epoch_order
+from adclr.data.draws import Draws, Keys, crop_boxes, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.nvjpeg import GpuDecoder
-from adclr.data.prefetch import Ahead
-from adclr.data.sets.classes import Labelled
+from adclr.data.prefetch import Prefetcher
+from adclr.data.sets.classes import LabeledImages
 from adclr.evals.features import check_classes
 from adclr.evals.task import ClassificationSettings
 from adclr.system import distributed, machine
@@ -67,7 +67,7 @@ class Crops:
     def __init__(
         self,
         weights: Weights,
-        labeled: Labelled,
+        labeled: LabeledImages,
         settings: ClassificationSettings,
         device: torch.device,
         size: int,
@@ -120,12 +120,12 @@ class Crops:
             for begin in range(first, first + local_size, micro_batch_size):
                 yield epoch, order[begin : begin + micro_batch_size]
 
-    def _plan(self, epoch: int, keys: Words, sizes: NDArray[np.int64]) -> CropPlan:
+    def _plan(self, epoch: int, keys: Keys, sizes: NDArray[np.int64]) -> CropPlan:
         draws = Draws(self.seed, epoch, keys)
         boxes = crop_boxes(draws, "train", 1, sizes, (self.min_crop, 1.0), ASPECT)[:, 0]
         return CropPlan(boxes, draws.chance("train flip", 0.5, 1)[:, 0], draws)
 
-    def batches(self, start: int, end: int, micro_batch_size: int, transform: Transform) -> Ahead[CropBatch]:
+    def batches(self, start: int, end: int, micro_batch_size: int, transform: Transform) -> Prefetcher[CropBatch]:
         """Return an iterator, to be closed, over this process's micro-batches of steps `start` to `end` - 1.
 
         An unreadable image is replaced by the next readable one, with the label of that one.
@@ -138,7 +138,9 @@ class Crops:
             labels = send(self.split.labels[self.feed.shown(batch.indices)], self.device)
             return CropBatch(images, labels, path_scales)
 
-        return Ahead(self.feed.batches(self._order(start, end, micro_batch_size), self._plan), make_batch, self.device)
+        return Prefetcher(
+            self.feed.batches(self._order(start, end, micro_batch_size), self._plan), make_batch, self.device
+        )
 
 
 def fit_batch_size(batch_size: int, num_images: int, unit: int) -> int:

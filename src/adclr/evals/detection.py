@@ -26,11 +26,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from adclr.config.sections import Count, Share, Side, UserError, setting
-from adclr.data.draws import Draws, Words, combine, epoch_order, key_of
+from adclr.data.draws import Draws, Keys, combine, epoch_order, key_of
 from adclr.data.feed import Batch, Feed
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.data.sets import coco
-from adclr.data.sets.coco import Instances, Object, coco_masks, filled, open_instances
+from adclr.data.sets.coco import Instances, Object, fill_mask, import_masks, open_instances
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import trainer
 from adclr.evals.features import count_unreadable
@@ -43,7 +43,7 @@ from adclr.evals.trainer import Trainer, TrainingSettings
 from adclr.features.reader import ImageReader
 from adclr.model import optim
 from adclr.system import distributed, machine
-from adclr.system.devices import autocast_dtype, choose, send
+from adclr.system.devices import autocast_dtype, select_device, send
 from adclr.system.runs import Run
 from adclr.weights.backbone import Weights
 from adclr.weights.tensors import fingerprint
@@ -153,16 +153,16 @@ class Examples:
                 batches = self._epoch_batches(epoch)
             yield epoch, batches[number][local]
 
-    def _plan(self, epoch: int, keys: Words, sizes: NDArray[np.int64]) -> _Plan:  # noqa: ARG002
+    def _plan(self, epoch: int, keys: Keys, sizes: NDArray[np.int64]) -> _Plan:  # noqa: ARG002
         draws = Draws(self.settings.seed, epoch, keys)
         smallest, largest = self.settings.sides
         choices = np.array([*range(smallest, largest, SIDE_STEP), largest])
         sides = choices[np.floor(draws.uniform("side", 1)[:, 0] * len(choices)).astype(np.int64)]
         return _Plan(draws.chance("flip", 0.5, 1)[:, 0], sides, draws)
 
-    def batches(self, start: int, end: int) -> Ahead[_DetectionBatch]:
+    def batches(self, start: int, end: int) -> Prefetcher[_DetectionBatch]:
         """Return an iterator, to be closed, over this process's batches of steps `start` to `end` - 1."""
-        return Ahead(self.feed.batches(self._order(start, end), self._plan), self._make_batch, self.device)
+        return Prefetcher(self.feed.batches(self._order(start, end), self._plan), self._make_batch, self.device)
 
     def _make_batch(self, batch: Batch[_Plan]) -> _DetectionBatch:
         plan, packed = batch.plan, batch.packed.to(self.device)
@@ -184,7 +184,7 @@ class Examples:
         labels = np.array([item.kind + 1 for item in objects], np.int64)
         masks = np.zeros((len(objects), height, width), np.uint8)
         for number, item in enumerate(objects):
-            masks[number] = filled(item.mask, height, width)
+            masks[number] = fill_mask(item.mask, height, width)
         if flip:
             boxes = np.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], axis=1)
             masks = masks[:, :, ::-1]
@@ -202,7 +202,7 @@ class _DetectionTrainer(Trainer):
     peak_lr: float
     warmup_steps: int
 
-    def batches(self, start: int, end: int) -> Ahead[_DetectionBatch]:
+    def batches(self, start: int, end: int) -> Prefetcher[_DetectionBatch]:
         """Return the batches of images with their objects."""
         return self.examples.batches(start, end)
 
@@ -220,10 +220,10 @@ class _DetectionTrainer(Trainer):
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     """Train a detector and return the scores."""
     check_inputs("detection", settings, "objects")
-    coco_masks()
+    import_masks()
     train, val = open_instances(settings.data, settings.train_split, settings.val_split, settings.drop_bad)
     coco.check((train, val), settings.num_workers, distributed.is_main())
-    device = choose(settings.device)
+    device = select_device(settings.device)
     return score(load_backbone(settings, device), train, val, settings, device, prefix)
 
 
@@ -270,7 +270,7 @@ def _assemble(
     total_steps = settings.steps or settings.epochs * examples.steps_per_epoch
     layer_decay = settings.layer_decay or (1.0 if settings.from_scratch else LAYER_DECAY)
     decay = DECAY if settings.weight_decay is None else settings.weight_decay
-    groups = optim.layer_groups(model.timm_parameters(), weights.vit.depth, layer_decay, decay)
+    groups = optim.layer_decay_groups(model.timm_parameters(), weights.vit.depth, layer_decay, decay)
     start = fingerprint(model.state_dict())
     return _DetectionTrainer(
         name="detection",
@@ -312,7 +312,7 @@ def detect(
 
 def _coco_results(detections: dict[str, Tensor], val: Instances, index: int) -> list[dict[str, Any]]:
     """Return the detections of an image in the format of COCO's results."""
-    kernel = coco_masks()
+    kernel = import_masks()
     height, width = detections["masks"].shape[1:]
     boxes, labels, scores = (detections[name].double().tolist() for name in ("boxes", "labels", "scores"))
     rows = []
@@ -344,7 +344,7 @@ def _draw(
     predicted = torch.full(labels.shape, IGNORE, dtype=torch.int64, device=device)
     for number, (index, of_image) in enumerate(zip(frames.indices, detections, strict=True)):
         for item in val.objects[index]:
-            labels[number][filled(item.mask, height, width) > 0] = item.kind
+            labels[number][fill_mask(item.mask, height, width) > 0] = item.kind
         count = int((of_image["scores"] >= MIN_DRAWN_SCORE).sum())
         for rank in reversed(range(count)):
             predicted[number][of_image["masks"][rank]] = of_image["labels"][rank] - 1
@@ -360,7 +360,7 @@ def average_precision(
     Detections are in the format of COCO's results: image_id, category_id, bbox, score, and for masks segmentation. The
     area of a mask decides whether it is small, medium or large; with a box, COCO's program would take that of the box.
     """
-    coco_masks()  # refuses a missing package
+    import_masks()  # refuses a missing package
     from faster_coco_eval import COCO, COCOeval_faster
 
     unused = "bbox" if kind == "mask" else "segmentation"

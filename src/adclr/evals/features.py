@@ -50,7 +50,7 @@ class CenterCrops:
     ) -> None:
         self.weights, self.source, self.device = weights, source, device
         self.shared = shared and distributed.world_size() > 1
-        indices = distributed.part(len(source)) if self.shared else range(len(source))
+        indices = distributed.local_range(len(source)) if self.shared else range(len(source))
         self.order = split_batches(np.asarray(indices, np.int64), batch_size)
         self.num_images = len(indices)
         height, width = size or weights.vit.input_size
@@ -100,7 +100,7 @@ def compute_features(
     return Features(features, order.numpy(), unreadable)
 
 
-def extract(
+def extract_features(
     weights: Weights,
     source: Source,
     pool: Callable[[Tensor], Tensor],
@@ -118,7 +118,7 @@ def extract(
     )
 
 
-def labels_of(features: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
+def readable_labels(features: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
     """Return the labels of the readable images; refuse to score a split of which too many images are unreadable."""
     check_readable(split.source, len(split.labels) - len(features.kept), max_unreadable)
     labels = split.labels[features.kept]
@@ -128,7 +128,7 @@ def labels_of(features: Features, split: Split, classes: list[str], max_unreadab
 
 def count_unreadable(reader: ImageReader, max_unreadable: float) -> int:
     """Return how many images no process could read; refuse to score a source of which they are too many."""
-    count = int(distributed.sum_(torch.tensor([len(reader.unreadable)], device=reader.device)).item())
+    count = int(distributed.all_reduce_sum(torch.tensor([len(reader.unreadable)], device=reader.device)).item())
     check_readable(reader.source, count, max_unreadable)
     return count
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from adclr.config.sections import Beta, Count, NonNegative, Positive, Ratio, Section, Share, Side, UserError, setting
 from adclr.data.draws import Draws, combine, key_of
-from adclr.data.prefetch import Ahead
-from adclr.data.sets.classes import Labelled
+from adclr.data.prefetch import Prefetcher
+from adclr.data.sets.classes import LabeledImages
 from adclr.evals import trainer
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import CropBatch, Crops, Transform
-from adclr.evals.features import CenterCrops, compute_features, labels_of
+from adclr.evals.features import CenterCrops, compute_features, readable_labels
 from adclr.evals.mixing import Eraser, draw_mix, drop_path_scales, smooth_labels
 from adclr.evals.randaugment import randaugment
 from adclr.evals.task import ClassificationSettings, crop_size, open_classification
@@ -131,7 +131,7 @@ class FinetuneTrainer(Trainer):
 
     settings: Settings
     weights: Weights
-    labeled: Labelled
+    labeled: LabeledImages
     model: Classifier
     ema: Classifier | None
     crops: Crops
@@ -155,9 +155,9 @@ class FinetuneTrainer(Trainer):
         warmup_epochs = settings.epochs / 10 if settings.warmup_epochs is None else settings.warmup_epochs
         warmup_steps = round(warmup_epochs * self.crops.steps_per_epoch)
         peak = settings.lr * self.crops.batch_size / 256
-        return optim.warm_cosine(step, warmup_steps, self.total_steps, peak, settings.final_lr)
+        return optim.warmup_cosine(step, warmup_steps, self.total_steps, peak, settings.final_lr)
 
-    def batches(self, start: int, end: int) -> Ahead[CropBatch]:
+    def batches(self, start: int, end: int) -> Prefetcher[CropBatch]:
         """Return the micro-batches of augmented crops."""
         return self.crops.batches(start, end, self.micro_batch_size, self._augmentation())
 
@@ -228,7 +228,7 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
 
 
 def score(
-    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, prefix: Path | None = None
+    weights: Weights, labeled: LabeledImages, settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
     """Train the backbone of `weights` itself; return accuracies in percent and the numbers of images."""
     training = assemble(weights, labeled, settings, device, None if prefix is None else Run(prefix))
@@ -253,7 +253,7 @@ def score(
 
 
 def assemble(
-    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, run: Run | None
+    weights: Weights, labeled: LabeledImages, settings: Settings, device: torch.device, run: Run | None
 ) -> FinetuneTrainer:
     """Return the training of the settings, after reading the val images so that their faults are found now."""
     size, vit = crop_size(weights.vit, settings.size), weights.vit
@@ -269,7 +269,7 @@ def assemble(
         cache=True,
     )
     readable = compute_features(val_crops, lambda images: images[:, 0, 0, :1], "val images", distributed.is_main())
-    val_labels = labels_of(readable, labeled.val, labeled.classes, settings.max_unreadable)
+    val_labels = readable_labels(readable, labeled.val, labeled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
     crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
     local_size = crops.batch_size // distributed.world_size()
@@ -279,7 +279,7 @@ def assemble(
             f"micro_batch_size={micro} must be even and divide a process's {local_size} images; choose such"
         )
     model = Classifier(vit, len(labeled.classes), settings.pool, settings.seed).to(device)
-    groups = optim.layer_groups(model.timm_parameters(), vit.depth, layer_decay, settings.weight_decay)
+    groups = optim.layer_decay_groups(model.timm_parameters(), vit.depth, layer_decay, settings.weight_decay)
     images = [split.source.fingerprint() for split in (labeled.train, labeled.val)]
     default_drop_path = 0.2 if vit.dim >= BASE_WIDTH else 0.1
     return FinetuneTrainer(

@@ -40,21 +40,21 @@ class Frames:
 
 def read_frames(reader: ImageReader, batch_size: int, name: str, show: bool = True) -> Iterator[Frames]:
     """Yield the images of a reader in batches of one size; in each of several processes only its part."""
-    indices = distributed.part(len(reader.source))
+    indices = distributed.local_range(len(reader.source))
     for group in reader.batches_by_size(indices, batch_size, name, show and distributed.is_main()):
         yield Frames(group.indices.tolist(), group.pixels)
     if show:
         reader.print_skipped()
 
 
-def fitting(size: tuple[int, int], side: int, unit: int, most: float = 4.0) -> tuple[int, int]:
+def fit_size(size: tuple[int, int], side: int, unit: int, most: float = 4.0) -> tuple[int, int]:
     """Return the size whose shorter side is about `side` and the longer at most `most` times that, in whole units."""
     scale = min(side / min(size), most * side / max(size))
     height, width = (unit * max(1, round(n * scale / unit)) for n in size)
     return height, width
 
 
-def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Return n×C×height×width uint8 images as float32 in [0, 1], resized: bilinear, antialiased when they shrink."""
     pixels = images.float() / 255
     if images.shape[-2:] == size:
@@ -62,7 +62,7 @@ def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)
 
 
-def likeliest(scores: Tensor, size: tuple[int, int]) -> Tensor:
+def most_likely_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the class of the largest enlarged score, n×K×h×w -> n×height×width; a few classes at a time."""
     batch, num_classes = scores.shape[:2]
     at_once = max(1, MAX_SCORES // (batch * size[0] * size[1]))

@@ -26,7 +26,7 @@ from adclr.data.draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
 from adclr.evals.features import count_unreadable
-from adclr.evals.frames import fitting, likeliest, read_frames, resized
+from adclr.evals.frames import fit_size, most_likely_class, read_frames, resize_images
 from adclr.evals.overlays import Overlays
 from adclr.evals.scaled_crops import ScaledCrops
 from adclr.evals.task import PixelSettings, open_pixels
@@ -133,13 +133,13 @@ def _build_memory(
     if not settings.augment_epochs:
         reader = _reader(weights, segmented, settings, device, "train")
         for frames in read_frames(reader, settings.batch_size, "memory", show):
-            size = fitting(frames.size, settings.size, patch)
+            size = fit_size(frames.size, settings.size, patch)
             counts = patch_labels(frames.labels, weights.vit.grid_of(*size), patch, num_classes)
             draws = Draws(settings.seed, 0, segmented.train.keys[frames.indices])
-            add_images(np.array(frames.indices), draws, encode(resized(frames.images, size)), counts)
+            add_images(np.array(frames.indices), draws, encode(resize_images(frames.images, size)), counts)
         num_unreadable = count_unreadable(reader, settings.max_unreadable)
     else:
-        size = fitting((1, 1), settings.size, patch)
+        size = fit_size((1, 1), settings.size, patch)
         crops = ScaledCrops(
             weights,
             segmented.train,
@@ -232,11 +232,11 @@ def score(
     reader = _reader(weights, segmented, settings, device, "val")
     overlays = Overlays(segmented.classes, settings.pictures, len(segmented.val), prefix)
     for frames in read_frames(reader, settings.batch_size, "val", show):
-        size = fitting(frames.size, settings.size, patch)
-        features = encode(resized(frames.images, size))
+        size = fit_size(frames.size, settings.size, patch)
+        features = encode(resize_images(frames.images, size))
         shares = predict_labels(memory, features.flatten(0, 1), settings.k, settings.temperature)
         maps = shares.view(len(features), *weights.vit.grid_of(*size), -1).permute(0, 3, 1, 2)
-        predicted = likeliest(maps, frames.size)
+        predicted = most_likely_class(maps, frames.size)
         confusion.add(predicted, frames.labels)
         overlays.add(frames, predicted)
     scores = iou.scores("incontext", confusion.matrix(), segmented.classes)

@@ -31,7 +31,7 @@ class Confusion:
 
     def matrix(self) -> Tensor:
         """Return the counts of all processes, which must all call it, on the CPU."""
-        return distributed.sum_(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
+        return distributed.all_reduce_sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
 def scores(name: str, matrix: Tensor, classes: list[str]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from adclr.config.sections import Count, Positive, Several
-from adclr.data.sets.classes import Labelled, Split
+from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
-from adclr.evals.features import extract, labels_of
+from adclr.evals.features import extract_features, readable_labels
 from adclr.evals.task import ClassificationSettings, open_classification
 from adclr.model.vit import Tokens, VisionTransformer
 from adclr.system import distributed
@@ -63,7 +63,7 @@ def pool(vit: VisionTransformer, features: str) -> Callable[[Tensor], Tensor]:
 
 def score(
     weights: Weights,
-    labeled: Labelled,
+    labeled: LabeledImages,
     settings: Settings,
     device: torch.device,
     show: bool = True,
@@ -73,7 +73,7 @@ def score(
     """Return accuracies in percent for each k, and the numbers of images; `shared`: several processes take part."""
 
     def extract_split(split: Split, name: str) -> tuple[Tensor, Tensor]:
-        features = extract(
+        features = extract_features(
             weights,
             split.source,
             pool(weights.vit, settings.features),
@@ -84,7 +84,7 @@ def score(
             show=show,
             shared=shared,
         )
-        return features.values, labels_of(features, split, labeled.classes, settings.max_unreadable)
+        return features.values, readable_labels(features, split, labeled.classes, settings.max_unreadable)
 
     train, train_labels = extract_split(labeled.train, "train features")
     val, val_labels = extract_split(labeled.val, "val features")

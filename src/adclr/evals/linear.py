@@ -22,18 +22,18 @@ from pydantic import Field
 from torch import Tensor
 
 from adclr.config.sections import Count, Positive, Section, Several, Share, Side, setting
-from adclr.data.draws import Words, combine, epoch_order, key_of
-from adclr.data.sets.classes import Labelled, Split
+from adclr.data.draws import Keys, combine, epoch_order, key_of
+from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import Crops
-from adclr.evals.features import Features, extract, labels_of
+from adclr.evals.features import Features, extract_features, readable_labels
 from adclr.evals.task import ClassificationSettings, crop_size, open_classification
 from adclr.features.reader import normalizer
 from adclr.model.optim import cosine
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype, send
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.weights.backbone import Weights
 
 MOMENTUM = 0.9
@@ -94,7 +94,7 @@ class Grid:
         gradients = error.T @ features, error.sum(dim=0)
         if shared:
             for gradient in gradients:
-                distributed.sum_(gradient).div_(distributed.world_size())
+                distributed.all_reduce_sum(gradient).div_(distributed.world_size())
         for parameter, velocity, gradient in zip((self.weight, self.bias), self.velocity, gradients, strict=True):
             velocity.mul_(MOMENTUM).add_(gradient)
             rates = factor * self.rates
@@ -145,7 +145,7 @@ def _batches_of_crops(
     return _Batches(batches(), total, crops.batch_size, True)
 
 
-def _batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: Settings) -> _Batches:
+def _batches_of_features(values: Tensor, labels: Tensor, keys: Keys, settings: Settings) -> _Batches:
     """Return the same features in every epoch, in another order; every process trains on all of them."""
     size = min(settings.batch_size, len(labels))
     per_epoch = len(labels) // size
@@ -163,7 +163,7 @@ def _batches_of_features(values: Tensor, labels: Tensor, keys: Words, settings: 
 @torch.no_grad()
 def _train(grid: Grid, data: _Batches) -> None:
     """Train all classifiers of the grid."""
-    with Line("linear", data.total, show=distributed.is_main()) as line:
+    with ProgressLine("linear", data.total, show=distributed.is_main()) as line:
         for step, (features, labels) in enumerate(data.batches):
             grid.step(features, labels, data.batch_size / 256 * cosine(1.0, 0.0, step / data.total), data.shared)
             line.move(step + 1)
@@ -171,7 +171,7 @@ def _train(grid: Grid, data: _Batches) -> None:
 
 @torch.no_grad()
 def score(
-    weights: Weights, labeled: Labelled, settings: Settings, device: torch.device, prefix: Path | None = None
+    weights: Weights, labeled: LabeledImages, settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
     """Return accuracies in percent of the best learning rate, the top-1 of each, and the numbers of images."""
     size = crop_size(weights.vit, settings.size)
@@ -179,7 +179,7 @@ def score(
     lrs, classes = tuple(dict.fromkeys(settings.lrs)), labeled.classes
 
     def extract_split(split: Split, name: str) -> tuple[Features, Tensor]:
-        features = extract(
+        features = extract_features(
             weights,
             split.source,
             pool_images,
@@ -191,7 +191,7 @@ def score(
             size=(size, size),
             shared=True,
         )
-        return features, labels_of(features, split, classes, settings.max_unreadable)
+        return features, readable_labels(features, split, classes, settings.max_unreadable)
 
     val, val_labels = extract_split(labeled.val, "val features")
     grid = Grid(val.values.shape[1], len(classes), lrs, settings.seed, device)

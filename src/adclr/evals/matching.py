@@ -31,7 +31,7 @@ from adclr.evals.task import check_inputs
 from adclr.features.reader import ImageReader, center_crop, normalizer, split_batches
 from adclr.model.effective_rank import effective_rank
 from adclr.model.vit import VisionTransformer
-from adclr.system.devices import choose
+from adclr.system.devices import select_device
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights, load_weights
 
@@ -86,7 +86,7 @@ class Boxes(NamedTuple):
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, float]:  # noqa: ARG001
     """Return the scores of the weights and of an untrained network."""
     check_inputs("matching", settings, "images")
-    source, device = open_source(settings.data), choose(settings.device)
+    source, device = open_source(settings.data), select_device(settings.device)
     weights = load_weights(settings.weights, settings.partial)
     weights.vit.to(device)
     scores = score(weights, source, settings, device)
@@ -140,12 +140,12 @@ def score(
             continue
         (group,) = batch.groups  # all crops are of one size
         keys, images = chosen.keys[group.indices], group.pixels.float() / 255
-        first_boxes, second_boxes = draw(Draws(0, 0, keys), device)
+        first_boxes, second_boxes = draw_views(Draws(0, 0, keys), device)
         brightness = torch.from_numpy(1 + Draws(0, 0, keys).uniform("light", 1, low=-BRIGHTNESS, high=BRIGHTNESS))
-        views = [cut(images, boxes, vit.input_size) for boxes in (first_boxes, second_boxes)]
+        views = [crop_views(images, boxes, vit.input_size) for boxes in (first_boxes, second_boxes)]
         views[1] = views[1] * brightness.to(views[1]).view(-1, 1, 1, 1)
         first, second = (vit(normalize(view.clamp(0, 1))) for view in views)
-        counts = match(first.patches.float(), second.patches.float(), first_boxes, second_boxes, vit.grid)
+        counts = match_patches(first.patches.float(), second.patches.float(), first_boxes, second_boxes, vit.grid)
         correct, chance, count = correct + counts[0], chance + counts[1], count + counts[2]
         first_cls.append(first.cls.float())
         second_cls.append(second.cls.float())
@@ -155,7 +155,7 @@ def score(
     all_cls = torch.cat(first_cls)
     num_images = len(all_cls)
     return {
-        "image_matching": 100 * found_again(all_cls, torch.cat(second_cls)) / num_images,
+        "image_matching": 100 * count_matches(all_cls, torch.cat(second_cls)) / num_images,
         "image_matching_chance": 100 / num_images,
         "patch_matching": 100 * correct / count,
         "patch_matching_chance": 100 * chance / count,
@@ -165,7 +165,7 @@ def score(
     }
 
 
-def found_again(first: Tensor, second: Tensor) -> int:
+def count_matches(first: Tensor, second: Tensor) -> int:
     """Return how many rows of `first` are most similar, by cosine, to the same row of `second`; n×D each.
 
     Of equally similar rows, as those of a collapsed network are, only the first counts.
@@ -178,7 +178,7 @@ def found_again(first: Tensor, second: Tensor) -> int:
     return correct
 
 
-def draw(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:
+def draw_views(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:
     """Return two random views of each image."""
 
     def boxes(name: str) -> Boxes:
@@ -191,7 +191,7 @@ def draw(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:
     return boxes("first"), boxes("second")
 
 
-def cut(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
+def crop_views(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     """Return the views B×C×size of images B×C×H×W, by bicubic sampling."""
     down, across = _middles(size, images.device)
     x, y = boxes.place(across, down)
@@ -200,7 +200,9 @@ def cut(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     )
 
 
-def match(first: Tensor, second: Tensor, one: Boxes, other: Boxes, grid: tuple[int, int]) -> tuple[float, float, float]:
+def match_patches(
+    first: Tensor, second: Tensor, one: Boxes, other: Boxes, grid: tuple[int, int]
+) -> tuple[float, float, float]:
     """Return the number of patches that are matched correctly, that expected by chance, and the total.
 
     Features are B×N×D.

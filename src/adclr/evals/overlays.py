@@ -13,10 +13,10 @@ from torch import Tensor
 
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals.frames import Frames
-from adclr.features.pictures import spread
+from adclr.features.pictures import spread_evenly
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
-from adclr.system.fonts import lettering
+from adclr.system.fonts import drawable_text
 
 HEIGHT, MARGIN, LINE, TEXT = 240, 6, 20, 13  # pixels
 MAX_LEGEND = 24  # classes in the legend, those of the most pixels
@@ -49,7 +49,7 @@ class Overlays:
     """
 
     def __init__(self, classes: list[str], count: int, total: int, prefix: Path | None) -> None:
-        self.indices = set(spread(total, 0 if prefix is None else count))
+        self.indices = set(spread_evenly(total, 0 if prefix is None else count))
         self.prefix, self.classes, self.colors = prefix, classes, _palette(len(classes))
         self.rows: dict[int, NDArray[np.uint8]] = {}  # 3×HEIGHT×width×3 by index: image, labels, prediction
         self.num_pixels = np.zeros(len(classes), np.int64)  # of each class in all rows
@@ -94,16 +94,16 @@ class Overlays:
             left = MARGIN
             for title, cell in zip(("image", "labels", "predicted"), line, strict=True):
                 if row == 0:
-                    pen.text((left, 2), title, fill="black", font=lettering(title, TEXT).font)
+                    pen.text((left, 2), title, fill="black", font=drawable_text(title, TEXT).font)
                 sheet.paste(cell, (left, LINE + row * (HEIGHT + MARGIN)))
                 left += cell.width + MARGIN
         top = LINE + len(cells) * (HEIGHT + MARGIN)
         for number, label in enumerate(legend):
             x, y = MARGIN + number % columns * 180, top + number // columns * LINE
             pen.rectangle((x, y + 3, x + 12, y + 15), fill=tuple(self.colors[label].tolist()))
-            name, font = lettering(self.classes[label], TEXT)
+            name, font = drawable_text(self.classes[label], TEXT)
             pen.text((x + 18, y + 2), name[:22], fill="black", font=font)
-        write_atomically(self.prefix.with_name(self.prefix.name + ".png"), outputs.png(sheet, "evaluate"))
+        write_atomically(self.prefix.with_name(self.prefix.name + ".png"), outputs.encode_png(sheet, "evaluate"))
 
 
 def _resize_to_height(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.data.augment.photometric import hue
-from adclr.data.draws import Draws, Words, epoch_order
+from adclr.data.draws import Draws, Keys, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.packed import Packed
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
-from adclr.evals.frames import fitting
+from adclr.evals.frames import fit_size
 from adclr.evals.mixing import drop_path_scales
 from adclr.system import distributed, machine
 from adclr.system.devices import send_all
@@ -96,14 +96,14 @@ class ScaledCrops:
             orders = {e: orders[e] if e in orders else epoch_order(self.seed, e, self.pairs.keys) for e in epochs}
             yield first, np.array([orders[position // count][position % count] for position in positions.tolist()])
 
-    def _plan(self, first: int, keys: Words, sizes: NDArray[np.int64]) -> CropPlan:
+    def _plan(self, first: int, keys: Keys, sizes: NDArray[np.int64]) -> CropPlan:
         epochs = (first + np.arange(len(keys))) // len(self.pairs)
         draws = Draws(self.seed, int(epochs[0]), keys)
         for epoch in np.unique(epochs)[1:].tolist():  # a batch may run from one epoch into the next
             draws.state[epochs == epoch] = Draws(self.seed, epoch, keys[epochs == epoch]).state
         scale = draws.uniform("scale", 1, low=self.scales[0], high=self.scales[1])[:, 0]
         sides = np.maximum(self.patch, np.rint(scale * self.size)).astype(np.int64)
-        resized = np.array([fitting((h, w), s, 1) for (h, w), s in zip(sizes.tolist(), sides.tolist(), strict=True)])
+        resized = np.array([fit_size((h, w), s, 1) for (h, w), s in zip(sizes.tolist(), sides.tolist(), strict=True)])
         max_corner = np.maximum(0, resized - self.size)[:, None]
         corners = np.floor(draws.uniform("corner", TRIES, 2) * (max_corner + 1)).astype(np.int64)
         # the names of draws decide their values and so never change, nor does their spelling
@@ -112,7 +112,7 @@ class ScaledCrops:
         colors[:, -1] = draws.uniform("contrast first", 1)[:, 0] < 0.5
         return CropPlan(resized, corners, draws.chance("flip", 0.5, 1)[:, 0], colors, draws)
 
-    def batches(self, start: int, end: int, distort: bool = True) -> Ahead[PixelBatch]:
+    def batches(self, start: int, end: int, distort: bool = True) -> Prefetcher[PixelBatch]:
         """Return an iterator, to be closed, over this process's batches of steps `start` to `end` - 1."""
 
         def make_batch(batch: Batch[CropPlan]) -> PixelBatch:
@@ -128,7 +128,7 @@ class ScaledCrops:
             positions = batch.epoch + np.arange(len(batch.indices))  # `_order` yields the first position as the epoch
             return PixelBatch(images, labels, path_scales, positions, plan.draws)
 
-        return Ahead(self.feed.batches(self._order(start, end), self._plan), make_batch, self.device)
+        return Prefetcher(self.feed.batches(self._order(start, end), self._plan), make_batch, self.device)
 
 
 @torch.no_grad()

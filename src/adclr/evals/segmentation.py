@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from adclr.config.sections import Count, Positive, Several, Side, UserError, setting
 from adclr.data.draws import Draws, combine, key_of
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet
 from adclr.evals.features import count_unreadable
-from adclr.evals.frames import fitting, likeliest, read_frames, resized
+from adclr.evals.frames import fit_size, most_likely_class, read_frames, resize_images
 from adclr.evals.overlays import Overlays
 from adclr.evals.pyramid import Pyramid, blocks_at
 from adclr.evals.scaled_crops import PixelBatch, ScaledCrops
@@ -164,7 +164,7 @@ class _SegmentationTrainer(Trainer):
     crops: ScaledCrops
     dtype: torch.dtype | None  # of autocast
 
-    def batches(self, start: int, end: int) -> Ahead[PixelBatch]:
+    def batches(self, start: int, end: int) -> Prefetcher[PixelBatch]:
         """Return the batches of crops."""
         return self.crops.batches(start, end, self.settings.colors)
 
@@ -256,7 +256,7 @@ def assemble(
         settings.max_unreadable,
     )
     trained = [(name.removeprefix("pyramid.vit."), p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = optim.layer_groups(trained, weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
+    groups = optim.layer_decay_groups(trained, weights.vit.depth, protocol.layer_decay, protocol.weight_decay)
     start = fingerprint(model.state_dict())
     return _SegmentationTrainer(
         name="segmentation",
@@ -359,10 +359,10 @@ def predict(
         return predict_whole(network, pixels) if window is None else predict_sliding(network, pixels, *window)
 
     if len(scales) == 1 and not mirrored:
-        return likeliest(logits_of(resized(images, fitting(size, round(side * scales[0]), unit))), size)
+        return most_likely_class(logits_of(resize_images(images, fit_size(size, round(side * scales[0]), unit))), size)
     total: Tensor | None = None
     for scale in scales:
-        pixels = resized(images, fitting(size, round(side * scale), unit))
+        pixels = resize_images(images, fit_size(size, round(side * scale), unit))
         for flip in (False, True) if mirrored else (False,):
             logits = logits_of(pixels.flip(-1) if flip else pixels)
             probabilities = F.interpolate(logits, size=size, mode="bilinear").softmax(dim=1)

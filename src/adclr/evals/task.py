@@ -10,11 +10,11 @@ from pydantic import Field
 
 from adclr.config.sections import Device, Ratio, Section, UserError, setting
 from adclr.data.draws import combine, key_of
-from adclr.data.sets.classes import Labelled, open_labelled
+from adclr.data.sets.classes import LabeledImages, open_labeled
 from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
-from adclr.system.devices import choose
+from adclr.system.devices import select_device
 from adclr.weights.backbone import Weights, load_weights
 
 
@@ -70,11 +70,11 @@ def check_inputs(name: str, settings: Any, data: str) -> None:
         raise UserError(f"{name} needs both weights and {data}; give --weights and --data")
 
 
-def open_classification(name: str, settings: ClassificationSettings) -> tuple[Weights, Labelled, torch.device]:
+def open_classification(name: str, settings: ClassificationSettings) -> tuple[Weights, LabeledImages, torch.device]:
     """Return the weights on their device, the labeled images and the device."""
     check_inputs(name, settings, "labeled data")
-    labeled = open_labelled(settings.data)
-    device = choose(settings.device)
+    labeled = open_labeled(settings.data)
+    device = select_device(settings.device)
     return load_backbone(settings, device), labeled, device
 
 
@@ -83,7 +83,7 @@ def open_pixels(name: str, settings: PixelSettings) -> tuple[Weights, Segmented,
     check_inputs(name, settings, "labeled pixels")
     segmented = open_segmented(settings.data, settings.train_split, settings.val_split, settings.ignore)
     check(segmented, settings.num_workers, distributed.is_main())
-    device = choose(settings.device)
+    device = select_device(settings.device)
     return load_backbone(settings, device), segmented, device
 
 

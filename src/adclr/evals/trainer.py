@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError, free_settings, setting
 from adclr.data.draws import combine
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.model.compiled import compile_blocks
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically, write_json
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.runs import Run
 from adclr.weights import snapshot
 from adclr.weights.tensors import fit_tensors
@@ -76,7 +76,7 @@ class Trainer(ABC):
     find_unused_parameters: ClassVar[bool] = True  # see DistributedDataParallel
 
     @abstractmethod
-    def batches(self, start: int, end: int) -> Ahead[Any]:
+    def batches(self, start: int, end: int) -> Prefetcher[Any]:
         """Return this process's micro-batches of steps `start` to `end` - 1."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Trainer(ABC):
         started = saved = time.monotonic()
         with (
             closing(self.batches(start, self.total_steps)) as batches,
-            Line(self.name, self.total_steps, start, distributed.is_main()) as line,
+            ProgressLine(self.name, self.total_steps, start, distributed.is_main()) as line,
         ):
             while step < self.total_steps and (progress := self._progress(step, started)) < 1:
                 lr = self.lr_at(progress, step)
@@ -136,7 +136,7 @@ class Trainer(ABC):
             return progress
         return max(progress, (self.seconds + time.monotonic() - started) / (60 * self.minutes))
 
-    def _step(self, model: nn.Module, batches: Ahead[Any], step: int, lr: float) -> dict[str, Tensor]:
+    def _step(self, model: nn.Module, batches: Prefetcher[Any], step: int, lr: float) -> dict[str, Tensor]:
         """Do one optimizer step; return the losses, which stay on the device."""
         # for dropout and the sampling of proposals
         torch.manual_seed(combine(self.settings.seed, step, distributed.rank()) % 2**63)
@@ -164,7 +164,7 @@ class Trainer(ABC):
 
     def _write_metrics(self, step: int, means: dict[str, Tensor], lr: float, seconds: float) -> str:
         """Append a row to metrics.jsonl; return its text for the progress line."""
-        values = distributed.sum_(torch.stack(list(means.values())).float()) / distributed.world_size()
+        values = distributed.all_reduce_sum(torch.stack(list(means.values())).float()) / distributed.world_size()
         row = self.log(step, dict(zip(means, values.tolist(), strict=True)), lr, seconds)
         if self.run is not None and distributed.is_main():
             self.run.append("metrics.jsonl", row)
@@ -256,4 +256,4 @@ def identify(settings: Section, images: Any, start: str) -> dict[str, Any]:
 
 def lock(run: Run | None) -> Any:
     """Return a context in which no other program trains in this run directory."""
-    return run.lock(outputs.words("evaluate")) if run is not None and distributed.is_main() else nullcontext()
+    return run.lock(outputs.author_words("evaluate")) if run is not None and distributed.is_main() else nullcontext()

@@ -15,14 +15,14 @@ from pydantic import Field
 
 from adclr.config.sections import Several, UserError, setting
 from adclr.data import stamps
-from adclr.data.sets.classes import open_labelled
+from adclr.data.sets.classes import open_labeled
 from adclr.data.sets.public import KINDS
 from adclr.evals import finetune, linear
 from adclr.evals.finetune import FinetuneSettings
 from adclr.evals.linear import LinearSettings
 from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system import distributed, outputs
-from adclr.system.devices import choose
+from adclr.system.devices import select_device
 from adclr.system.files import read_json, write_json
 
 
@@ -43,15 +43,15 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
         raise UserError("transfer needs weights and labeled data; give --weights and --data")
     names = _names(settings.data)
     # all data sets are opened before anything is trained, so that a mistake in the last costs nothing
-    data_sets = {name: open_labelled(data) for name, data in zip(names, settings.data, strict=True)}
-    start = load_backbone(settings, choose(settings.device)).fingerprint()
+    data_sets = {name: open_labeled(data) for name, data in zip(names, settings.data, strict=True)}
+    start = load_backbone(settings, select_device(settings.device)).fingerprint()
     scores: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for name, data in zip(names, settings.data, strict=True):
         labeled = data_sets[name]
         row: dict[str, Any] = {"data": name, "classes": len(labeled.classes), "train": len(labeled.train.labels)}
         row["val"] = len(labeled.val.labels)
-        images = [stamps.fingerprint(split.source) for split in (labeled.train, labeled.val)]
+        images = [stamps.fingerprint_files(split.source) for split in (labeled.train, labeled.val)]
         for how in dict.fromkeys(settings.how):
             chosen = _settings_for(settings, how, data)
             identity = {"settings": chosen.model_dump(mode="json"), "start": start, "images": images}

@@ -26,12 +26,12 @@ from adclr.data.decode import Unreadable
 from adclr.data.sets import davis
 from adclr.data.sets.davis import Clip
 from adclr.data.sets.pixels import IGNORE
-from adclr.evals.frames import Frames, resized
+from adclr.evals.frames import Frames, resize_images
 from adclr.evals.overlays import Overlays
 from adclr.evals.task import EvaluationSettings, check_inputs, load_backbone
 from adclr.features.reader import normalizer
 from adclr.system import distributed
-from adclr.system.devices import autocast_dtype, choose, send
+from adclr.system.devices import autocast_dtype, select_device, send
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights
 
@@ -67,7 +67,7 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     check_inputs("video", settings, "clips")
     clips = davis.open_davis(settings.data, settings.split, settings.year, settings.resolution)
     davis.check(clips)
-    device = choose(settings.device)
+    device = select_device(settings.device)
     return score(load_backbone(settings, device), clips, settings, device, prefix)
 
 
@@ -123,7 +123,7 @@ def _segment(
     features = []
     for part in torch.split(frames, settings.batch_size):
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            patches = vit(normalize(resized(part, small))).patches
+            patches = vit(normalize(resize_images(part, small))).patches
         features.append(F.normalize(patches.float(), dim=-1))
     values = torch.tensor([0, *objects], device=device)
     small_mask = F.interpolate(mask[None, None].float(), size=grid, mode="nearest-exact").flatten().long()
@@ -145,7 +145,7 @@ def score(
     weights: Weights, clips: list[Clip], settings: Settings, device: torch.device, prefix: Path | None = None
 ) -> dict[str, Any]:
     """Return J, F and J&F in percent, over the objects of all clips; `per_clip` has those of each clip."""
-    dtype, local_clips = autocast_dtype(settings.precision, device), distributed.part(len(clips))
+    dtype, local_clips = autocast_dtype(settings.precision, device), distributed.local_range(len(clips))
     classes = ["background", *(f"object {n}" for n in range(1, davis.MOST_OBJECTS + 1))]
     overlays = Overlays(classes, settings.pictures, len(clips), prefix)
     rows = []

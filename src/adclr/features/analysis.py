@@ -39,7 +39,7 @@ def load(name: str, device: torch.device) -> Weights:
     return weights
 
 
-class Seen(NamedTuple):
+class InputImage(NamedTuple):
     """An image resized to whole patches, as the network gets it."""
 
     name: str
@@ -57,12 +57,12 @@ class Seen(NamedTuple):
         return _resize(self.pixels, side, side, edges)
 
 
-def see(name: str, pixels: Pixels, size: int, patch: int, label: str | None = None) -> Seen:
+def prepare_image(name: str, pixels: Pixels, size: int, patch: int, label: str | None = None) -> InputImage:
     """Return an image with its shorter side of about `size` pixels and both sides of whole patches."""
     height, width = pixels.shape[1:]
     scale = min(size / min(height, width), MAX_ASPECT * size / max(height, width))
     rows, columns = (max(1, round(side * scale / patch)) * patch for side in (height, width))
-    return Seen(name, pixels if (rows, columns) == (height, width) else _resize(pixels, rows, columns), label)
+    return InputImage(name, pixels if (rows, columns) == (height, width) else _resize(pixels, rows, columns), label)
 
 
 def _resize(pixels: Pixels, height: int, width: int, box: Box | None = None) -> Pixels:
@@ -71,8 +71,8 @@ def _resize(pixels: Pixels, height: int, width: int, box: Box | None = None) -> 
     return np.stack([np.asarray(channel) for channel in channels])
 
 
-def drawn_boxes(
-    image: Seen, key: int, count: int, scale: tuple[float, float] = (0.05, 0.15), seed: int = 0
+def draw_boxes(
+    image: InputImage, key: int, count: int, scale: tuple[float, float] = (0.05, 0.15), seed: int = 0
 ) -> list[Box]:
     """Return query boxes drawn as in training by key and seed; `scale` is the range of their area, of the image's."""
     height, width = image.pixels.shape[1:]
@@ -88,13 +88,13 @@ def network_input(weights: Weights, pixels: Pixels) -> Tensor:
 
 
 @torch.no_grad()
-def read(weights: Weights, image: Seen) -> Memory:
+def read_memory(weights: Weights, image: InputImage) -> Memory:
     """Return what queries of an image attend to."""
     return weights.vit.read(network_input(weights, image.pixels[None]))
 
 
 @torch.no_grad()
-def features(weights: Weights, image: Seen, block: int = -1) -> Tensor:
+def patch_features(weights: Weights, image: InputImage, block: int = -1) -> Tensor:
     """Return the patch features after a block and the last norm, N×D float32 on the CPU."""
     (tokens,) = weights.vit.intermediate(network_input(weights, image.pixels[None]), [block])
     return tokens.patches[0].float().cpu()
@@ -104,8 +104,8 @@ def features(weights: Weights, image: Seen, block: int = -1) -> Tensor:
 
 
 @torch.no_grad()
-def gaze(
-    weights: Weights, image: Seen, memory: Memory, crops: Pixels | None = None, block: int = -1
+def attend(
+    weights: Weights, image: InputImage, memory: Memory, crops: Pixels | None = None, block: int = -1
 ) -> tuple[Floats, Tensor]:
     """Return the attention maps, (1+H)×Q×rows×columns, and the answers, Q×D, of query crops or of `[CLS]`.
 
@@ -236,7 +236,7 @@ class Basis:
         return Basis(self.mean, directions, ends[0], ends[1], self.explained[order])
 
 
-def basis(features: Tensor, count: int = 3) -> Basis:
+def fit_basis(features: Tensor, count: int = 3) -> Basis:
     """Return the principal components of n×D features, independent of their order.
 
     A direction and its opposite are equally good: the one whose largest number is positive is taken. Projections
@@ -268,7 +268,7 @@ def otsu_threshold(values: NDArray[np.float64]) -> float:
 
 def foreground(features: Tensor, attention: Floats) -> NDArray[np.bool_]:
     """Return a mask of foreground patches: of the two sides of the first direction, the one `[CLS]` attends to more."""
-    first = basis(features, 1).project(features)[:, 0].numpy()
+    first = fit_basis(features, 1).project(features)[:, 0].numpy()
     upper = first > otsu_threshold(first)
     if upper.all() or not upper.any():
         return np.ones_like(upper)

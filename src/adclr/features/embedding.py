@@ -41,9 +41,9 @@ from adclr.features.reader import (
 )
 from adclr.model.vit import Input, Tokens
 from adclr.system import machine
-from adclr.system.devices import autocast_dtype, choose
+from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
 from adclr.weights.backbone import Weights, load_weights
 
@@ -126,11 +126,11 @@ def run(
     source = open_source(images)
     if out.suffix != ".parquet":
         collection.check_apart(out, source)
-    device = choose(settings.device)
+    device = select_device(settings.device)
     loaded = load_weights(weights, partial)
     network = Network(loaded, settings, dense, device)
     size, facts = network.part_size(), network.facts() | {"images": _hash_order(source)}
-    part_stamps = PartStamps.of(stamps.take(source, settings.check, settings.num_workers), size, settings.check)
+    part_stamps = PartStamps.of(stamps.read_stamps(source, settings.check, settings.num_workers), size, settings.check)
     parts = Parts(out, kind, len(source), size, facts, part_stamps, overwrite)
     about = parts.finished()
     if about is not None:
@@ -310,7 +310,7 @@ def fill(parts: Parts, reader: ImageReader, network: Network, batch_size: int, s
     batches = reader.batches(indices for _, indices in jobs)
     writer = ThreadPoolExecutor(1, "write")
     try:
-        with Line("embed", parts.count, num_before, show) as line:
+        with ProgressLine("embed", parts.count, num_before, show) as line:
             for (number, indices), batch in zip(jobs, batches, strict=True):
                 pending.append(writer.submit(part.add, number, *_features_on_host(network, batch), batch.unreadable))
                 if len(pending) > MAX_PENDING:

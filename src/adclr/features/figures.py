@@ -17,16 +17,16 @@ from pydantic import Field
 from adclr.config.sections import Count, Device, Ratio, Section, Share, Side, UserError
 from adclr.data.draws import key_of
 from adclr.features import analysis, pictures
-from adclr.features.analysis import Box, Floats, Seen
-from adclr.features.pictures import Bar, Cell
+from adclr.features.analysis import Box, Floats, InputImage
+from adclr.features.pictures import Cell, ColorBar
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights
 
 MAX_ON_SHEET = 24  # images on the sheet of all
 HEADS_ON_SHEET = 6
 CELL = 160  # pixels, on a sheet
-ATTENTION = Bar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
-BOTH = Bar(
+ATTENTION = ColorBar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
+QUERY_BAR = ColorBar(
     "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
 )
 LINES = (
@@ -60,21 +60,21 @@ class Figure:
     limits: str = ""  # what the sheets leave out
 
 
-def picture_file(out: Path, number: int, image: Seen, figure: str) -> Path:
+def picture_file(out: Path, number: int, image: InputImage, figure: str) -> Path:
     """`0003_dogs_rex.attention.png`: unique, and of letters that every file system takes."""
     stem = "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "_" for c in os.path.splitext(image.name)[0])
     return out / f"{number:04d}_{stem[-80:]}.{figure}.png"
 
 
-def _save_picture(out: Path, number: int, image: Seen, figure: str, picture: Image.Image) -> None:
-    pictures.save(picture_file(out, number, image, figure), picture, "visualize")
+def _save_picture(out: Path, number: int, image: InputImage, figure: str, picture: Image.Image) -> None:
+    pictures.save_picture(picture_file(out, number, image, figure), picture, "visualize")
 
 
 def _peak(values: Floats) -> str:
     return f"peak {values.max():.1f}x"
 
 
-def _picture_side(image: Seen) -> int:
+def _picture_side(image: InputImage) -> int:
     """Return the longer side of an image in its own picture: never smaller than in the network."""
     return max(2 * CELL, *map(int, image.pixels.shape[1:]))
 
@@ -95,31 +95,36 @@ class AttentionSettings(FigureSettings):
     mass: Ratio = Field(0.6, description="share of the attention that the thresholded picture keeps")
 
 
-def draw_attention(weights: Weights, images: Sequence[Seen], settings: AttentionSettings, out: Path) -> Figure:
+def draw_attention(weights: Weights, images: Sequence[InputImage], settings: AttentionSettings, out: Path) -> Figure:
     """Draw each image, the mean of the heads of `[CLS]`, the patches that hold most of it, and each head."""
-    cells, rows, on_sheet = [], [], pictures.spread(len(images), MAX_ON_SHEET)
+    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(images), MAX_ON_SHEET)
     for number, image in enumerate(track(images, "attention", len(images))):
-        maps, _ = analysis.gaze(weights, image, analysis.read(weights, image), block=settings.block)
+        maps, _ = analysis.attend(weights, image, analysis.read_memory(weights, image), block=settings.block)
         single = _attention_cells(image, maps[:, 0], settings.mass, _picture_side(image))
-        _save_picture(out, number, image, "attention", pictures.sheet(pictures.wrapped(single, 3), bar=ATTENTION))
+        _save_picture(
+            out, number, image, "attention", pictures.compose_sheet(pictures.wrapped(single, 3), bar=ATTENTION)
+        )
         if number in on_sheet:
             cells.append(_attention_cells(image, maps[: 1 + HEADS_ON_SHEET, 0], settings.mass, CELL))
         mask = analysis.top_mass(maps[0, 0], settings.mass)
         rows.append({"name": image.name, "peak": float(maps[0].max()), "share_of_patches": float(mask.mean())})
     limits = _sheet_limits(len(images), weights.vit.num_heads)
-    sheet = pictures.sheet(cells, [images[number].name for number in on_sheet], ATTENTION, limits)
+    sheet = pictures.compose_sheet(cells, [images[number].name for number in on_sheet], ATTENTION, limits)
     return Figure({"attention.png": sheet}, rows, limits=limits)
 
 
-def _attention_cells(image: Seen, maps: Floats, mass: float, side: int) -> list[Cell]:
+def _attention_cells(image: InputImage, maps: Floats, mass: float, side: int) -> list[Cell]:
     """Return the cells of (1+H)×rows×columns maps of `[CLS]`."""
-    shown = pictures.shown(image.pixels, side)
+    shown = pictures.display_image(image.pixels, side)
     mask = analysis.top_mass(maps[0], mass)
     return [
         Cell(shown, "image"),
-        Cell(pictures.attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
+        Cell(pictures.overlay_attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
         Cell(pictures.dimmed(shown, mask), f"{mass:.0%} of it", f"on {mask.mean():.0%}"),
-        *(Cell(pictures.attention(shown, values), f"head {n}", _peak(values)) for n, values in enumerate(maps[1:])),
+        *(
+            Cell(pictures.overlay_attention(shown, values), f"head {n}", _peak(values))
+            for n, values in enumerate(maps[1:])
+        ),
     ]
 
 
@@ -144,7 +149,7 @@ class QueriesSettings(FigureSettings):
 class QueryMaps:
     """The attention and the answers of queries of an image to itself."""
 
-    image: Seen
+    image: InputImage
     boxes: Sequence[Box]
     cls: Floats  # rows×columns, attention of `[CLS]`
     attention: Floats  # Q×rows×columns, of the queries
@@ -152,14 +157,14 @@ class QueryMaps:
 
     def cells(self, side: int) -> list[Cell]:
         """Return the image with its boxes, the attention of `[CLS]`, and two maps for each query."""
-        shown = pictures.shown(self.image.pixels, side)
+        shown = pictures.display_image(self.image.pixels, side)
         cells = [
-            Cell(pictures.marked(shown, self.boxes), "image"),
-            Cell(pictures.attention(shown, self.cls), "[CLS]", _peak(self.cls)),
+            Cell(pictures.outline_boxes(shown, self.boxes), "image"),
+            Cell(pictures.overlay_attention(shown, self.cls), "[CLS]", _peak(self.cls)),
         ]
         for n, (values, cosines) in enumerate(zip(self.attention, self.similarity, strict=True)):
             number, color = f" {n + 1}" if len(self.boxes) > 1 else "", pictures.mark(n)
-            cells.append(Cell(pictures.attention(shown, values), f"query{number}", _peak(values), color))
+            cells.append(Cell(pictures.overlay_attention(shown, values), f"query{number}", _peak(values), color))
             cells.append(_similarity_cell(shown, cosines, color))
         return cells
 
@@ -168,37 +173,39 @@ def _similarity_cell(shown: Image.Image, cosines: Floats, color: pictures.Color 
     return Cell(pictures.heat(shown, cosines, 1.0), "alike", f"up to {cosines.max():.2f}", color)
 
 
-def ask(weights: Weights, image: Seen, boxes: Sequence[Box], block: int = -1) -> QueryMaps:
+def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block: int = -1) -> QueryMaps:
     """Return the maps of boxes of an image as queries to itself."""
-    memory = analysis.read(weights, image)
-    cls, _ = analysis.gaze(weights, image, memory, block=block)
+    memory = analysis.read_memory(weights, image)
+    cls, _ = analysis.attend(weights, image, memory, block=block)
     crops = np.stack([image.crop(box, weights.vit.patch_size) for box in boxes])
-    maps, answers = analysis.gaze(weights, image, memory, crops, block)
+    maps, answers = analysis.attend(weights, image, memory, crops, block)
     cosines = analysis.similarity(answers, memory.tokens.patches[0].float().cpu()).numpy()
     return QueryMaps(image, boxes, cls[0, 0], maps[0], cosines.reshape(maps[0].shape))
 
 
-def draw_queries(weights: Weights, images: Sequence[Seen], settings: QueriesSettings, out: Path) -> Figure:
+def draw_queries(weights: Weights, images: Sequence[InputImage], settings: QueriesSettings, out: Path) -> Figure:
     """Draw the attention of the queries of each image in it, and the first query of some images in all of these."""
     cells, rows, boxes = [], [], [_query_boxes(image, settings) for image in images]
-    on_sheet = pictures.spread(len(images), MAX_ON_SHEET)
+    on_sheet = pictures.spread_evenly(len(images), MAX_ON_SHEET)
     for number, image in enumerate(track(images, "queries", len(images))):
-        maps = ask(weights, image, boxes[number], settings.block)
-        single = pictures.sheet(pictures.wrapped(maps.cells(_picture_side(image)), 4), bar=BOTH)
+        maps = query_image(weights, image, boxes[number], settings.block)
+        single = pictures.compose_sheet(pictures.wrapped(maps.cells(_picture_side(image)), 4), bar=QUERY_BAR)
         _save_picture(out, number, image, "queries", single)
         if number in on_sheet:
             cells.append(maps.cells(CELL))
         rows.append({"name": image.name, "boxes": boxes[number], "peaks": maps.attention.max(axis=(1, 2)).tolist()})
     limits = _sheet_limits(len(images))
-    sheets = {"queries.png": pictures.sheet(cells, [images[number].name for number in on_sheet], BOTH, limits)}
+    sheets = {
+        "queries.png": pictures.compose_sheet(cells, [images[number].name for number in on_sheet], QUERY_BAR, limits)
+    }
     if settings.across and len(images) > 1:
-        some = pictures.spread(len(images), settings.across)
+        some = pictures.spread_evenly(len(images), settings.across)
         first_boxes = [boxes[number][0] for number in some]
         sheets["queries_across.png"] = _draw_across(weights, [images[n] for n in some], first_boxes, settings.block)
     return Figure(sheets, rows, limits=limits)
 
 
-def _query_boxes(image: Seen, settings: QueriesSettings) -> list[Box]:
+def _query_boxes(image: InputImage, settings: QueriesSettings) -> list[Box]:
     if settings.box:
         left, top, right, bottom = settings.box
         if left >= right or top >= bottom:
@@ -206,34 +213,34 @@ def _query_boxes(image: Seen, settings: QueriesSettings) -> list[Box]:
                 f"box={list(settings.box)} is empty; write left, top, right, bottom, such as [0.2,0.2,0.5,0.5]"
             )
         return [settings.box]
-    return analysis.drawn_boxes(image, key_of(image.name), settings.num_queries, settings.scale, settings.seed)
+    return analysis.draw_boxes(image, key_of(image.name), settings.num_queries, settings.scale, settings.seed)
 
 
-def _draw_across(weights: Weights, images: Sequence[Seen], boxes: Sequence[Box], block: int) -> Image.Image:
+def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence[Box], block: int) -> Image.Image:
     """Draw two rows for each image: the attention of its query in every image, and the patches like its answer.
 
     Matched are images of its own class. The answer is the one in the query's own image, for all of them."""
-    memories = [analysis.read(weights, image) for image in images]
+    memories = [analysis.read_memory(weights, image) for image in images]
     rows, names = [], []
     for query_image, query_memory, box in zip(images, memories, boxes, strict=True):
         crop = query_image.crop(box, weights.vit.patch_size)[None]
-        _, answer = analysis.gaze(weights, query_image, query_memory, crop, block)
-        boxed = pictures.marked(pictures.shown(query_image.pixels, CELL), [box])
+        _, answer = analysis.attend(weights, query_image, query_memory, crop, block)
+        boxed = pictures.outline_boxes(pictures.display_image(query_image.pixels, CELL), [box])
         upper = [Cell(boxed, "query", colour=pictures.mark(0))]
-        lower = [Cell(pictures.shown(crop[0], CELL), "as it is asked")]
+        lower = [Cell(pictures.display_image(crop[0], CELL), "as it is asked")]
         for image, memory in zip(images, memories, strict=True):
-            maps, _ = analysis.gaze(weights, image, memory, crop, block)
+            maps, _ = analysis.attend(weights, image, memory, crop, block)
             cosines = analysis.similarity(answer, memory.tokens.patches[0].float().cpu()).numpy()
-            shown = pictures.shown(image.pixels, CELL)
+            shown = pictures.display_image(image.pixels, CELL)
             relation = class_relation(query_image, image)
-            upper.append(Cell(pictures.attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
+            upper.append(Cell(pictures.overlay_attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
             lower.append(_similarity_cell(shown, cosines.reshape(maps.shape[2:])))
         rows += [upper, lower]
         names += [query_image.name, ""]
-    return pictures.sheet(rows, names, BOTH)
+    return pictures.compose_sheet(rows, names, QUERY_BAR)
 
 
-def class_relation(query: Seen, other: Seen) -> str:
+def class_relation(query: InputImage, other: InputImage) -> str:
     """Return the paper's word for two images: matched are those of one class, where folders are classes."""
     if query is other:
         return "itself"
@@ -253,30 +260,34 @@ class PcaSettings(FigureSettings):
     )
 
 
-def draw_pca(weights: Weights, images: Sequence[Seen], settings: PcaSettings, out: Path) -> Figure:
+def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettings, out: Path) -> Figure:
     """Draw the patches of all images in one basis: patches of one color are similar, within and between images."""
-    features = [analysis.features(weights, image, settings.block) for image in track(images, "patches", len(images))]
+    features = [
+        analysis.patch_features(weights, image, settings.block) for image in track(images, "patches", len(images))
+    ]
     patches, ends = torch.cat(features), np.cumsum([len(part) for part in features])[:-1]
     foreground = np.ones(len(patches), np.bool_)
     if settings.background == "remove":
-        cls = [analysis.gaze(weights, image, analysis.read(weights, image))[0][0, 0].ravel() for image in images]
+        cls = [
+            analysis.attend(weights, image, analysis.read_memory(weights, image))[0][0, 0].ravel() for image in images
+        ]
         foreground = analysis.foreground(patches, np.concatenate(cls))
-    basis = analysis.basis(patches[torch.from_numpy(foreground)])
+    basis = analysis.fit_basis(patches[torch.from_numpy(foreground)])
     limits = _sheet_limits(len(images))
     about = COMPONENTS + (" Dark is the ground, which was left out." if not foreground.all() else "")
-    cells, rows, on_sheet = [], [], pictures.spread(len(images), MAX_ON_SHEET)
+    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(images), MAX_ON_SHEET)
     for number, (image, part, mask) in enumerate(zip(images, features, np.split(foreground, ends), strict=True)):
         grid = image.grid(weights.vit)
         colors, grid_mask = basis.colours(part).reshape(*grid, 3), mask.reshape(grid)
-        single = [Cell(pictures.shown(image.pixels, _picture_side(image)), image.name)]
-        single.append(Cell(pictures.tinted(single[0].image, colors, grid_mask), "components"))
-        _save_picture(out, number, image, "pca", pictures.sheet([single], about=about))
+        single = [Cell(pictures.display_image(image.pixels, _picture_side(image)), image.name)]
+        single.append(Cell(pictures.overlay_colors(single[0].image, colors, grid_mask), "components"))
+        _save_picture(out, number, image, "pca", pictures.compose_sheet([single], about=about))
         if number in on_sheet:
-            shown = pictures.shown(image.pixels, CELL)
-            cells += [Cell(shown, image.name), Cell(pictures.tinted(shown, colors, grid_mask))]
+            shown = pictures.display_image(image.pixels, CELL)
+            cells += [Cell(shown, image.name), Cell(pictures.overlay_colors(shown, colors, grid_mask))]
         rows.append({"name": image.name, "share_of_things": float(mask.mean())})
     num_columns = 2 * min(4, math.ceil(math.sqrt(len(cells) / 2)))
-    sheet = pictures.sheet(pictures.wrapped(cells, num_columns), about=f"{about} {limits}")
+    sheet = pictures.compose_sheet(pictures.wrapped(cells, num_columns), about=f"{about} {limits}")
     return Figure({"pca.png": sheet}, rows, {"explained_variance": basis.explained.tolist()}, limits)
 
 
@@ -293,8 +304,8 @@ class MatchSettings(FigureSettings):
 class MatchedPair:
     """Two images and those of their patches that are each other's nearest neighbors."""
 
-    first: Seen
-    second: Seen
+    first: InputImage
+    second: InputImage
     grids: tuple[analysis.Grid, analysis.Grid]
     matches: analysis.Matches
 
@@ -305,7 +316,7 @@ class MatchedPair:
 
     def cells(self, side: int, num_lines: int) -> list[Cell]:
         """Return the images with lines between their matches, and the second warped onto the first."""
-        first, second = (pictures.shown(image.pixels, side) for image in (self.first, self.second))
+        first, second = (pictures.display_image(image.pixels, side) for image in (self.first, self.second))
         joined = pictures.lines(first, second, self.ends()[:num_lines], self.matches.cosine[:num_lines])
         warped = pictures.warped(first, second, analysis.flow(self.matches, *self.grids))
         pairs = len(self.matches.first)
@@ -316,19 +327,19 @@ class MatchedPair:
         ]
 
 
-def draw_match(weights: Weights, images: Sequence[Seen], settings: MatchSettings, out: Path) -> Figure:
+def draw_match(weights: Weights, images: Sequence[InputImage], settings: MatchSettings, out: Path) -> Figure:
     """Draw the first image and each other: lines between mutual nearest patches, and the other one warped onto it."""
     if len(images) < 2:
         raise UserError("a match is between two images, and only one is here; name the other one too")
     first, *others = images
-    features, grid = analysis.features(weights, first, settings.block), first.grid(weights.vit)
-    cells, rows, on_sheet = [], [], pictures.spread(len(others), MAX_ON_SHEET)
+    features, grid = analysis.patch_features(weights, first, settings.block), first.grid(weights.vit)
+    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(others), MAX_ON_SHEET)
     for number, other in enumerate(track(others, "matching", len(others)), 1):
-        matches = analysis.mutual_neighbors(features, analysis.features(weights, other, settings.block))
+        matches = analysis.mutual_neighbors(features, analysis.patch_features(weights, other, settings.block))
         pair = MatchedPair(first, other, (grid, other.grid(weights.vit)), matches)
         single = [pair.cells(_picture_side(first), settings.num_lines)]
         about = f"Left {first.name}, right {other.name}. {LINES}"
-        _save_picture(out, number, other, "match", pictures.sheet(single, about=about))
+        _save_picture(out, number, other, "match", pictures.compose_sheet(single, about=about))
         if number - 1 in on_sheet:
             cells.append(pair.cells(CELL, settings.num_lines))
         ends = pair.ends()
@@ -343,5 +354,5 @@ def draw_match(weights: Weights, images: Sequence[Seen], settings: MatchSettings
         )
     limits = _sheet_limits(len(others))
     about = f"Left {first.name}, right the image that is named beside. {LINES} {limits}"
-    sheet = pictures.sheet(cells, [others[number].name for number in on_sheet], about=about)
+    sheet = pictures.compose_sheet(cells, [others[number].name for number in on_sheet], about=about)
     return Figure({"match.png": sheet}, rows, {"first": first.name}, limits)

@@ -14,7 +14,7 @@ from adclr.data.decode import Pixels
 from adclr.features.analysis import Box, Floats, enlarge, patch_centers
 from adclr.system import outputs
 from adclr.system.files import write_atomically
-from adclr.system.fonts import Font, Lettering, lettering
+from adclr.system.fonts import DrawableText, Font, drawable_text
 
 Color = tuple[int, int, int]
 # Viridis, whose brightness rises evenly, at nine points
@@ -38,7 +38,7 @@ def viridis(values: Floats) -> NDArray[np.uint8]:
     return np.stack(rgb, axis=-1).round().astype(np.uint8)
 
 
-def shown(pixels: Pixels, side: int) -> Image.Image:
+def display_image(pixels: Pixels, side: int) -> Image.Image:
     """Return an image with a longer side of so many pixels; of other than three channels the first, in gray."""
     colors = pixels if len(pixels) == 3 else pixels[[0, 0, 0]]
     image = Image.fromarray(np.ascontiguousarray(colors.transpose(1, 2, 0)))
@@ -60,7 +60,7 @@ def attention_scale(values: Floats) -> float:
     return max(MIN_SCALE, float(np.percentile(values, 99.5)))
 
 
-def attention(image: Image.Image, values: Floats) -> Image.Image:
+def overlay_attention(image: Image.Image, values: Floats) -> Image.Image:
     """Return a map of attention, of mean 1, over its image."""
     return heat(image, values, attention_scale(values))
 
@@ -71,7 +71,7 @@ def dimmed(image: Image.Image, mask: NDArray[np.bool_]) -> Image.Image:
     return Image.composite(image, dark, _enlarge_mask(image, mask))
 
 
-def tinted(image: Image.Image, colors: Floats, mask: NDArray[np.bool_] | None = None) -> Image.Image:
+def overlay_colors(image: Image.Image, colors: Floats, mask: NDArray[np.bool_] | None = None) -> Image.Image:
     """Return rows×columns×3 colors in [0, 1] enlarged to the image; patches outside of a mask are dark."""
     fine = np.stack([enlarge(colors[..., channel], image.height, image.width) for channel in range(3)], axis=-1)
     picture = Image.fromarray((fine * 255).round().astype(np.uint8))
@@ -84,7 +84,7 @@ def _enlarge_mask(image: Image.Image, mask: NDArray[np.bool_]) -> Image.Image:
     return Image.fromarray(mask.astype(np.uint8) * 255).resize(image.size, Image.Resampling.NEAREST)
 
 
-def marked(image: Image.Image, boxes: Sequence[Box]) -> Image.Image:
+def outline_boxes(image: Image.Image, boxes: Sequence[Box]) -> Image.Image:
     """Return an image with a frame around each box, bright within dark so that it shows on any background."""
     picture = image.copy()
     draw, width = ImageDraw.Draw(picture), max(2, max(image.size) // 80)
@@ -105,7 +105,7 @@ def mark(number: int) -> Color:
 # -- sheets --
 
 
-def spread(count: int, most: int) -> list[int]:
+def spread_evenly(count: int, most: int) -> list[int]:
     """Returns at most `most` numbers below `count`, ascending and evenly spread, the first and the last among them."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist() if count and most else []
 
@@ -121,7 +121,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ColorBar:
     """A color bar and its meaning."""
 
     low: str
@@ -129,8 +129,12 @@ class Bar:
     about: str
 
 
-def sheet(
-    rows: Sequence[Sequence[Cell]], names: Sequence[str] = (), bar: Bar | None = None, about: str = "", text: int = 14
+def compose_sheet(
+    rows: Sequence[Sequence[Cell]],
+    names: Sequence[str] = (),
+    bar: ColorBar | None = None,
+    about: str = "",
+    text: int = 14,
 ) -> Image.Image:
     """Return cells in rows and columns on one sheet.
 
@@ -157,7 +161,7 @@ def sheet(
                 title, font = _shorten(cell.title, text, width)
                 draw.text((x, y), title, fill=cell.colour, font=font)
                 note_x = x + _length(title, font) + (6 if title else 0)
-                note, font = lettering(cell.note, small)
+                note, font = drawable_text(cell.note, small)
                 if note_x + _length(note, font) <= x + width:
                     draw.text((note_x, y + 2), note, fill=QUIET, font=font)
             picture.paste(cell.image, (x, y + heads[number]))
@@ -171,14 +175,14 @@ def sheet(
         _draw_bar(picture, draw, left, y + 4, bar, text)
         y += line + 16
     for number, about_line in enumerate(about_lines):
-        words, font = lettering(about_line, small)
+        words, font = drawable_text(about_line, small)
         draw.text((left, y + number * (text + 2)), words, fill=QUIET, font=font)
     return picture
 
 
-def _draw_bar(picture: Image.Image, draw: ImageDraw.ImageDraw, x: int, y: int, bar: Bar, text: int) -> None:
+def _draw_bar(picture: Image.Image, draw: ImageDraw.ImageDraw, x: int, y: int, bar: ColorBar, text: int) -> None:
     size = max(9, text - 2)
-    font = lettering("", size).font
+    font = drawable_text("", size).font
     draw.text((x, y), bar.low, fill=INK, font=font)
     x += int(font.getlength(bar.low)) + GAP
     ramp = Image.fromarray(np.repeat(viridis(np.linspace(0, 1, 120, dtype=np.float32))[None], text, axis=0))
@@ -194,14 +198,14 @@ def _length(text: str, font: Font) -> float:
     return font.getlength(text)
 
 
-def _shorten(text: str, size: int, width: float) -> Lettering:
+def _shorten(text: str, size: int, width: float) -> DrawableText:
     """Return as much of a text as fits, its end rather than its beginning: names of files differ there."""
-    text, font = lettering(text, size)
+    text, font = drawable_text(text, size)
     if font.getlength(text) <= width:
-        return Lettering(text, font)
+        return DrawableText(text, font)
     while text and font.getlength(".." + text) > width:
         text = text[1:]
-    return Lettering(".." + text if text else "", font)
+    return DrawableText(".." + text if text else "", font)
 
 
 def _wrap(text: str, size: int, width: float) -> list[str]:
@@ -209,7 +213,7 @@ def _wrap(text: str, size: int, width: float) -> list[str]:
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else ""
-        if longer and _length(*lettering(longer, size)) <= width:
+        if longer and _length(*drawable_text(longer, size)) <= width:
             lines[-1] = longer
         else:
             lines.append(_shorten(word, size, width).text)
@@ -221,9 +225,9 @@ def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:
     return [cells[start : start + columns] for start in range(0, len(cells), columns)]
 
 
-def save(path: Path, image: Image.Image, command: str) -> None:
+def save_picture(path: Path, image: Image.Image, command: str) -> None:
     """Write a PNG file that says which command wrote it."""
-    write_atomically(path, outputs.png(image, command), durable=False)
+    write_atomically(path, outputs.encode_png(image, command), durable=False)
 
 
 # -- two images --

@@ -20,18 +20,18 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.augment.resample import needed
+from adclr.data.augment.resample import source_range
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
-from adclr.data.sources import Source, fail, reason_of
+from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.system import triton_available
-from adclr.system.devices import send, stream
+from adclr.system.devices import send, shared_stream
 from adclr.system.machine import cpu_count
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
-from adclr.system.threads import in_order
+from adclr.system.threads import load_in_order
 from adclr.weights.backbone import Weights
 
 RESIZE = 256 / 224  # the shorter side before the center is cropped, relative to the crop
@@ -92,7 +92,7 @@ def resize(image: Pixels, frame: Frame) -> Pixels:
     """
     rows, columns, top, left, height, width = frame
     down, across = image.shape[1] / rows, image.shape[2] / columns
-    first, count = (int(n) for n in needed(image.shape[1], rows, top, height))
+    first, count = (int(n) for n in source_range(image.shape[1], rows, top, height))
     across_box = left * across, 0, min((left + width) * across, image.shape[2]), count
     down_box = 0, max(0.0, top * down - first), width, min((top + height) * down - first, count)
     channels = []
@@ -126,16 +126,16 @@ def read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) -
         lost = source.lost(index)
         if lost is not None:
             raise UserError(f"{lost} has disappeared; bring it back and run it again") from None
-        return reason_of(error)
+        return error_reason(error)
     except Exception as error:
-        fail(error, source, index)
+        raise_with_name(error, source, index)
 
 
 def read_images(
     source: Source, decode: Callable[[bytes], Decoded], indices: Sequence[int], num_workers: int
 ) -> Generator[tuple[int, Decoded | str], None, None]:
     """Yield (index, decoded image or the reason why it is unreadable) in order, decoded ahead by threads."""
-    chunks = in_order(
+    chunks = load_in_order(
         split_batches(np.asarray(indices, np.int64), CHUNK),
         lambda chunk: chunk,
         lambda index: (index, read_image(source, decode, index)),
@@ -188,7 +188,7 @@ class ImageReader:
     def batches(self, order: Iterable[NDArray[np.int64]]) -> Generator[Batch, None, None]:
         """Yield one batch for each array of indices, on the device."""
         stored = self.store is not None and self.store.on_gpu
-        batches = in_order(
+        batches = load_in_order(
             order,
             lambda indices: indices[:0] if stored else indices,
             self._read,
@@ -223,7 +223,7 @@ class ImageReader:
         """
         waiting: dict[tuple[int, ...], list[tuple[int, Pixels]]] = {}
         num_bytes = 0
-        with closing(self.images(indices)) as images, Line(name, len(indices), show=show) as line:
+        with closing(self.images(indices)) as images, ProgressLine(name, len(indices), show=show) as line:
             for num_read, (index, pixels) in enumerate(images, 1):
                 shape = pixels.shape
                 waiting.setdefault(shape, []).append((index, pixels))
@@ -264,7 +264,9 @@ class ImageReader:
         return encoded or self._decode(data)
 
     def _assemble(self, indices: NDArray[np.int64], items: list[Item]) -> Batch:
-        decoding = stream("decoding", self.device) if self.device.type == "cuda" else None  # the GPU decoder's too
+        decoding = (
+            shared_stream("decoding", self.device) if self.device.type == "cuda" else None
+        )  # the GPU decoder's too
         with torch.cuda.stream(decoding):
             groups: list[SameSize] = []
             if self.store is not None and not items:

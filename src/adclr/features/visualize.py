@@ -15,17 +15,17 @@ from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.sources import SUFFIXES, Files, Source
 from adclr.features import analysis, figures, pictures
-from adclr.features.analysis import Seen
+from adclr.features.analysis import InputImage
 from adclr.features.figures import Figure, FigureSettings, picture_file
 from adclr.features.reader import ImageReader
 from adclr.system import outputs
-from adclr.system.devices import choose
+from adclr.system.devices import select_device
 from adclr.system.files import check_writable, write_json
 from adclr.system.progress import track
 from adclr.system.runs import provenance
 from adclr.weights.backbone import Weights
 
-DRAW: dict[str, tuple[type[FigureSettings], Callable[..., Figure]]] = {
+FIGURES: dict[str, tuple[type[FigureSettings], Callable[..., Figure]]] = {
     "attention": (figures.AttentionSettings, figures.draw_attention),
     "queries": (figures.QueriesSettings, figures.draw_queries),
     "pca": (figures.PcaSettings, figures.draw_pca),
@@ -45,19 +45,19 @@ def run(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     record = out / f"{name}.json"
-    outputs.check("visualize", [record, *(out / file for file in SHEETS[name])], overwrite, record)
+    outputs.check_overwrite("visualize", [record, *(out / file for file in SHEETS[name])], overwrite, record)
     source = open_images(images)
     collection.check_apart(out, source)
-    loaded = analysis.load(weights, choose(settings.device))
+    loaded = analysis.load(weights, select_device(settings.device))
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
     inputs = read_inputs(source, loaded, settings)
     files = [picture_file(out, number, image, name) for number, image in enumerate(inputs)]
-    outputs.check("visualize", files, overwrite, record)
-    figure = DRAW[name][1](loaded, inputs, settings, out)
+    outputs.check_overwrite("visualize", files, overwrite, record)
+    figure = FIGURES[name][1](loaded, inputs, settings, out)
     for file, picture in figure.sheets.items():
-        pictures.save(out / file, picture, "visualize")
+        pictures.save_picture(out / file, picture, "visualize")
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **figure.totals, "images": figure.rows}
     write_json(record, report | {"provenance": provenance() | outputs.signature("visualize")})
     print(f"written to {out}: {', '.join(figure.sheets)}, {len(figure.rows)} single pictures, {name}.json")
@@ -77,7 +77,7 @@ def open_images(words: Sequence[str]) -> Source:
     raise UserError(f"{wrong} is not an image file; name image files, or one folder")
 
 
-def read_inputs(source: Source, weights: Weights, settings: FigureSettings) -> list[Seen]:
+def read_inputs(source: Source, weights: Weights, settings: FigureSettings) -> list[InputImage]:
     """Return the images to be shown; print the unreadable ones and leave them out."""
     size = settings.size or 2 * min(weights.vit.input_size)
     count = min(len(source), settings.num_images or len(source))
@@ -86,7 +86,7 @@ def read_inputs(source: Source, weights: Weights, settings: FigureSettings) -> l
         print(f"{count} of {len(source)} images, spread over the collection; num_images=null takes all")
     reader = ImageReader(source, weights.decoder, None, torch.device("cpu"))
     inputs = [
-        analysis.see(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index))
+        analysis.prepare_image(source.paths[index], pixels, size, weights.vit.patch_size, source.label(index))
         for index, pixels in track(reader.images(indices), "reading", count)
     ]
     reader.print_skipped(None)

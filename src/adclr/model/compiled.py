@@ -13,14 +13,14 @@ import torch
 from adclr.model.vit import VisionTransformer
 
 
-class Compiled(NamedTuple):
+class CompileResult(NamedTuple):
     """The outcome of `compile_blocks`."""
 
     seconds: float  # spent on compiling, or on loading from the compiler's cache
     failure: str | None  # why blocks run uncompiled
 
 
-def compile_blocks(backbones: Sequence[VisionTransformer], trial: Callable[[], None]) -> Compiled:
+def compile_blocks(backbones: Sequence[VisionTransformer], trial: Callable[[], None]) -> CompileResult:
     """Compile the blocks and run `trial`, one forward and backward on noise, so that failures occur here.
 
     After a failure the blocks run as before, and a warning is printed.
@@ -41,7 +41,7 @@ def compile_blocks(backbones: Sequence[VisionTransformer], trial: Callable[[], N
         reason = " ".join(str(error).split("\n\n")[0].split())  # a traceback and advice follow
         failure = f"{type(error).__name__}: {reason[:300]}"
         print(f"the blocks could not be compiled, so training is slower ({failure})", file=sys.stderr)
-    return Compiled(time.monotonic() - started, failure)
+    return CompileResult(time.monotonic() - started, failure)
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

@@ -46,13 +46,13 @@ def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: f
 def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:
     """Return Sinkhorn-Knopp targets: rows sum to 1, and the batch of all processes uses all prototypes equally."""
     scaled = logits.float() / temperature
-    rows = distributed.sum_(torch.full((), float(logits.shape[0]), device=logits.device)).clamp(min=1)
+    rows = distributed.all_reduce_sum(torch.full((), float(logits.shape[0]), device=logits.device)).clamp(min=1)
     largest = scaled.max() if scaled.numel() else scaled.new_full((), -torch.inf)
-    largest = -distributed.min_(-largest)  # the same in all processes, so that no exponential overflows
+    largest = -distributed.all_reduce_min(-largest)  # the same in all processes, so that no exponential overflows
     q = torch.exp(scaled - largest)
     num_prototypes = q.shape[1]
     for _ in range(iterations):
-        q = q / distributed.sum_(q.sum(dim=0, keepdim=True)).clamp(min=1e-30) / num_prototypes
+        q = q / distributed.all_reduce_sum(q.sum(dim=0, keepdim=True)).clamp(min=1e-30) / num_prototypes
         q = q / q.sum(dim=1, keepdim=True).clamp(min=1e-30) / rows
     return q * rows
 
@@ -87,7 +87,7 @@ class Center(nn.Module):
     @torch.no_grad()
     def update(self, ok: Tensor) -> None:
         """Move the center unless `ok` (a 0-dim bool tensor) is false, and reset the sums."""
-        total = distributed.sum_(self._sum)
+        total = distributed.all_reduce_sum(self._sum)
         mean = total[:-1] / total[-1].clamp(min=1)
         moved = self.value * self.momentum + mean * (1 - self.momentum)
         self.value.copy_(torch.where(ok & (total[-1] > 0), moved, self.value))

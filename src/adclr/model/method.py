@@ -319,7 +319,7 @@ class ADCLR(nn.Module):
         """
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
         teacher, student = (
-            [distributed.local(p) for p in (branch.head if head_only else branch).parameters()]
+            [distributed.local_tensor(p) for p in (branch.head if head_only else branch).parameters()]
             for branch in (self.teacher, self.student)
         )
         torch._foreach_mul_(teacher, keep)

@@ -17,7 +17,7 @@ def cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
+def warmup_cosine(step: int, warmup: int, total: int, peak: float, final: float) -> float:
     """Return the value at `step`: linear from 0 to `peak` over `warmup` steps, then a cosine to `final` at `total`."""
     if step < warmup:
         return peak * step / warmup
@@ -27,7 +27,7 @@ def warm_cosine(step: int, warmup: int, total: int, peak: float, final: float) -
 UNDECAYED = ("cls_token", "reg_token", "pos_embed")
 
 
-def layer_groups(
+def layer_decay_groups(
     named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
 ) -> list[dict[str, Any]]:
     """Return parameter groups with layer-wise learning rates; `scale` is the factor of the learning rate of each.
@@ -54,7 +54,7 @@ def layer_groups(
 
 
 @torch.no_grad()
-def update(
+def optimizer_step(
     optimizer: torch.optim.AdamW,
     lr: float | Tensor,
     weight_decay: float | Tensor,
@@ -71,8 +71,8 @@ def update(
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
     if in_pieces:
-        norms = distributed.sum_(norms.square()).sqrt()
-    ok = distributed.min_((norms.isfinite().all() & loss.isfinite()).float())
+        norms = distributed.all_reduce_sum(norms.square()).sqrt()
+    ok = distributed.all_reduce_min((norms.isfinite().all() & loss.isfinite()).float())
     if clip_norm is not None:
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, list(factors.unbind()))

@@ -35,7 +35,7 @@ from adclr.model.ops.norm import norm
 
 # All bicubic: with antialiasing, without, or without and for a grid larger by OFFSET patches, as in DINO's code.
 PositionResampling = Literal["antialias", "plain", "offset"]
-OFFSET = 0.1
+POSITION_OFFSET = 0.1
 
 
 class Tokens(NamedTuple):
@@ -79,7 +79,7 @@ def _resampling_matrix(
     with torch.no_grad(), torch.inference_mode(False):
         basis = torch.eye(count).view(count, 1, *stored)
         if mode == "offset":
-            scale = [(new + OFFSET) / old for new, old in zip(target, stored, strict=True)]
+            scale = [(new + POSITION_OFFSET) / old for new, old in zip(target, stored, strict=True)]
             resampled = F.interpolate(basis, scale_factor=scale, mode="bicubic")
         else:
             resampled = F.interpolate(basis, size=target, mode="bicubic", antialias=mode == "antialias")

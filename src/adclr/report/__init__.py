@@ -22,7 +22,7 @@ def run(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
             raise UserError("a report of several runs belongs to none of them; say where it goes with --out FILE")
         out = Path(runs[0]) / FILE
     check_writable(out)
-    outputs.check("report", [out], overwrite)
+    outputs.check_overwrite("report", [out], overwrite)
     records = [read_record(path) for path in runs]
     if len({record.name for record in records}) < len(records):  # tell them apart by their paths
         records = [replace(record, name=str(record.path)) for record in records]

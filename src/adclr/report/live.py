@@ -18,7 +18,7 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
 from adclr.features import analysis, pictures
-from adclr.features.analysis import Box, Floats, Grid, Seen
+from adclr.features.analysis import Box, Floats, Grid, InputImage
 from adclr.report.record import PICTURE_FOLDER, list_strips
 from adclr.system.files import write_atomically
 from adclr.system.runs import Run
@@ -32,13 +32,13 @@ CELL, GAP = 104, 4  # pixels
 PAGE_SECONDS = 60.0  # between pages: one takes 0.1 s
 
 
-class Live:
+class LiveReport:
     """Keeps pictures and page up to date: `live(step)` after each step. No disk error stops or changes the training."""
 
     def __init__(self, run: Run, weights: Weights, source: Source, total_steps: int) -> None:
         self.run, self.weights = run, weights
         self.folder = run.path / PICTURE_FOLDER
-        self.steps = moments(total_steps)
+        self.steps = picture_steps(total_steps)
         self.images = choose_images(source, weights) if weights.vit.query_keys != "all" else []
         self.page_time = time.monotonic()
         self.failed = False
@@ -78,22 +78,22 @@ class Live:
             self.failed = True
 
 
-def moments(total_steps: int) -> set[int]:
+def picture_steps(total_steps: int) -> set[int]:
     """Return the steps after which pictures are drawn."""
     return {round(share * total_steps) for share in PICTURE_TIMES}
 
 
-def choose_images(source: Source, weights: Weights) -> list[tuple[Seen, Box]]:
+def choose_images(source: Source, weights: Weights) -> list[tuple[InputImage, Box]]:
     """Return the readable images of the smallest keys, which depend on their names only, with a query box each."""
     size, patch = 2 * min(weights.vit.input_size), weights.vit.patch_size
-    images: list[tuple[Seen, Box]] = []
+    images: list[tuple[InputImage, Box]] = []
     for index in np.argsort(source.keys, kind="stable")[:MAX_TRIED].tolist():
         try:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError):
             continue
-        image = analysis.see(source.paths[index], _crop_square(pixels), size, patch)
-        images.append((image, analysis.drawn_boxes(image, int(source.keys[index]), 1)[0]))
+        image = analysis.prepare_image(source.paths[index], _crop_square(pixels), size, patch)
+        images.append((image, analysis.draw_boxes(image, int(source.keys[index]), 1)[0]))
         if len(images) == NUM_IMAGES:
             break
     return images
@@ -107,12 +107,12 @@ def _crop_square(pixels: Pixels) -> Pixels:
     return pixels[:, top : top + side, left : left + side]
 
 
-def draw_images(images: Sequence[tuple[Seen, Box]]) -> Image.Image:
+def draw_images(images: Sequence[tuple[InputImage, Box]]) -> Image.Image:
     """Return the strip of the images themselves: each three times, as high as its maps, the second with its query."""
     cells = []
     for image, box in images:
-        cell = pictures.shown(image.pixels, CELL)
-        cells += [cell, pictures.marked(cell, [box]), cell]
+        cell = pictures.display_image(image.pixels, CELL)
+        cells += [cell, pictures.outline_boxes(cell, [box]), cell]
     return _stack(cells)
 
 
@@ -126,24 +126,24 @@ def read_last_strip(folder: Path, step: int) -> Image.Image | None:
 
 
 def draw_strip(
-    weights: Weights, images: Sequence[tuple[Seen, Box]], previous: Image.Image | None = None
+    weights: Weights, images: Sequence[tuple[InputImage, Box]], previous: Image.Image | None = None
 ) -> Image.Image:
     """Return attention of `[CLS]`, attention of its query, and components of its patches, of each image.
 
     The components have the order and the signs that come nearest to the colors of the previous strip.
     """
-    features = [analysis.features(weights, image) for image, _ in images]
-    basis = analysis.basis(torch.cat(features))
+    features = [analysis.patch_features(weights, image) for image, _ in images]
+    basis = analysis.fit_basis(torch.cat(features))
     if previous is not None and previous.size == _strip_size(3 * len(images)):
         grids = [image.grid(weights.vit) for image, _ in images]
         basis = basis.aligned(torch.cat(features), np.concatenate(_component_colors(previous, grids)))
     cells = []
     for (image, box), patches in zip(images, features, strict=True):
-        cell, memory = pictures.shown(image.pixels, CELL), analysis.read(weights, image)
+        cell, memory = pictures.display_image(image.pixels, CELL), analysis.read_memory(weights, image)
         for crops in (None, image.crop(box, weights.vit.patch_size)[None]):
-            maps, _ = analysis.gaze(weights, image, memory, crops)
-            cells.append(pictures.attention(cell, maps[0, 0]))
-        cells.append(pictures.tinted(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
+            maps, _ = analysis.attend(weights, image, memory, crops)
+            cells.append(pictures.overlay_attention(cell, maps[0, 0]))
+        cells.append(pictures.overlay_colors(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
     return _stack(cells)
 
 

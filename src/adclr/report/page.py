@@ -43,7 +43,7 @@ def render_page(records: Sequence[RunRecord]) -> str:
     """Return the report of one run, or of several side by side."""
     return TEMPLATES.get_template("report/page.html.j2").render(
         title=records[0].name if len(records) == 1 else f"{len(records)} runs",
-        generator=outputs.words("report"),
+        generator=outputs.author_words("report"),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         style=_read_asset("style.css"),
@@ -222,7 +222,7 @@ def _default_settings(evaluation: str) -> Mapping[str, Any]:
     """Return the default settings of an evaluation by full name; none if this version does not have it."""
     if evaluation not in evals.NAMES:
         return {}
-    return flatten(evals.module(evaluation).Settings().model_dump(mode="json"))
+    return flatten(evals.import_evaluation(evaluation).Settings().model_dump(mode="json"))
 
 
 def _text(value: Any) -> str:

@@ -225,7 +225,7 @@ def _read_evaluations(folder: Path) -> list[Evaluation]:
         provenance = provenance if isinstance(provenance, dict) else {}
         flat = sections.flatten(settings)
         if path.parent.name in evals.NAMES:
-            flat = sections.current_names(evals.module(path.parent.name).Settings, flat)
+            flat = sections.current_names(evals.import_evaluation(path.parent.name).Settings, flat)
         shown = {name: value for name, value in flat.items() if name not in HIDDEN_SETTINGS}
         data = str(settings.get("data", "")) or path.stem
         started = str(provenance.get("started", ""))

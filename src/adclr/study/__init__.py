@@ -38,7 +38,7 @@ def run(
     check_writable(store.folder)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or say --overwrite to replace it"
-    outputs.check("study", [page, *others], overwrite, record=page, remedy=remedy)
+    outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)
     missing = [cell for cell in study.cells if not store.is_complete(study, cell)]
     title, done = printable(study.outline.title), len(study.cells) - len(missing)
     print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
@@ -127,7 +127,7 @@ def _render_scenes(folder: Path) -> Path:
     if not folder.exists():
         partial = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        scenes.write(partial / "kinds", 0, scenes.NUM_TRAIN, scenes.NUM_VAL)
+        scenes.write_scenes(partial / "kinds", 0, scenes.NUM_TRAIN, scenes.NUM_VAL)
         first = scenes.NUM_TRAIN + scenes.NUM_VAL
         scenes.write_pixels(partial / "pixels", 0, first, NUM_TRAIN_PIXELS, NUM_VAL_PIXELS)
         os.rename(partial, folder)

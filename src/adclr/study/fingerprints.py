@@ -36,7 +36,7 @@ def compute_fingerprints(study: Study, folders: Mapping[str, Path]) -> Fingerpri
     training = None
     if is_available(study.outline.data) and not all(cell.untrained for cell in study.cells):
         try:
-            training = stamps.fingerprint(open_source(data_folder(study.outline.data, folders)))
+            training = stamps.fingerprint_files(open_source(data_folder(study.outline.data, folders)))
         except UserError:  # whatever is wrong with it, the first run reports it
             training = None
     names = {one.data for one in study.outline.evaluations.values() if one.data is not None and is_available(one.data)}

@@ -68,7 +68,7 @@ class Evaluation(Section):
     @property
     def settings_class(self) -> type[Section]:
         """The `Settings` of the evaluation."""
-        settings: type[Section] = evals.module(self.name).Settings
+        settings: type[Section] = evals.import_evaluation(self.name).Settings
         return settings
 
     @property
@@ -80,7 +80,7 @@ class Evaluation(Section):
 
     def build(self, weights: str, data: str) -> Any:
         """Return its settings for weights and data."""
-        layers = evals.recipe_of(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
+        layers = evals.load_recipe(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
         return sections.build(self.settings_class, *layers)
 
     def score_settings(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def read_study(file: Path) -> Study:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UserError(f"study {file} is not a map; write lines such as 'title: ...' and 'recipe: adclr_small'")
     try:
-        outline = sections.validated(Outline, tree)
+        outline = sections.validate_settings(Outline, tree)
         cells = tuple(_cells(outline))
         study = Study(file, outline, cells)
         study.data_names()  # raises for one that is not a name
@@ -261,7 +261,7 @@ def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed:
                 raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
             overrides[path] = value
     overrides["train.seed"] = seed
-    settings = launch.settle(sections.recipe(recipe), overrides | {"data.path": outline.data})
+    settings = launch.resolve_settings(sections.load_recipe(recipe), overrides | {"data.path": outline.data})
     label = ", ".join(f"{path.rsplit('.', 1)[-1]}={_format(value)}" for path, value in point.items())
     return Cell(name, label, tuple(point.values()), seed, recipe, overrides, settings, arm.untrained)
 

@@ -21,7 +21,7 @@ from adclr.study.outline import Cell, Evaluation, Study, data_name, data_path
 from adclr.study.results import Results, get_score
 from adclr.system import openmp
 from adclr.system.files import write_json
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.runs import Run
 
 POLL_SECONDS = 0.2  # between checks of the processes
@@ -98,7 +98,7 @@ def run_cells(
     workers: list[Worker] = []
     durations: list[float] = []  # seconds, of the runs that are done
     failed: list[str] = []
-    with Line("study", len(cells)) as line, _open_pipe() as pipe, _stopping(workers):
+    with ProgressLine("study", len(cells)) as line, _open_pipe() as pipe, _stopping(workers):
         while waiting or workers:
             late = minutes is not None and _is_late(begun, minutes, durations)
             while waiting and free and not late:

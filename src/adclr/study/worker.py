@@ -31,18 +31,18 @@ def run_job(job: dict[str, Any]) -> None:
     run, result = Run(job["run"]), Path(job["result"])
     if not result.exists() or not (run.path / "backbone.safetensors").exists():
         if job["untrained"]:
-            settings = launch.settle(sections.recipe(job["recipe"]), job["overrides"])
+            settings = launch.resolve_settings(sections.load_recipe(job["recipe"]), job["overrides"])
             save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
             loop.run(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
         if not result.exists():
             results.write_training(result, job["identity"], run, job["untrained"], job["fingerprint"])
     for task in job["evaluations"]:
-        evaluation = sections.validated(Evaluation, task["evaluation"])
+        evaluation = sections.validate_settings(Evaluation, task["evaluation"])
         print(f"evaluate {evaluation.name} on {task['data']}", flush=True)
         settings = evaluation.build(str(run.path), task["data"])
         started = time.monotonic()
-        scores = evals.score(evaluation.name, settings, evals.file_of(evaluation.name, settings))
+        scores = evals.run_evaluation(evaluation.name, settings, evals.result_path(evaluation.name, settings))
         results.add_scores(result, evaluation, scores, time.monotonic() - started, task["fingerprint"])
 
 

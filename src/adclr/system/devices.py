@@ -17,7 +17,7 @@ from adclr.config.sections import UserError
 from adclr.system import distributed, triton_available
 
 
-def choose(name: str) -> torch.device:
+def select_device(name: str) -> torch.device:
     """Return the device of a name; `auto` is the GPU if there is one, for a process of torchrun that of its number."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -33,14 +33,14 @@ def choose(name: str) -> torch.device:
     return device
 
 
-def be_on(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Select a GPU in a new thread, which would otherwise work on the first."""
     if device.index is not None:
         torch.cuda.set_device(device)
 
 
 @cache
-def stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
+def shared_stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
     """Return the stream for a purpose, one in a process: torch has 32 of a device and then returns the first again."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -68,21 +68,21 @@ def barrier() -> None:
         dist.barrier()
 
 
-def sum_(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all processes, in place."""
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
 
-def min_(tensor: Tensor) -> Tensor:
+def all_reduce_min(tensor: Tensor) -> Tensor:
     """Take the minimum of a tensor over all processes, in place."""
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return tensor
 
 
-def part(count: int) -> range:
+def local_range(count: int) -> range:
     """Return which of `count` items are this process's; the processes have consecutive ranges."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
@@ -102,19 +102,19 @@ def gather(tensor: Tensor) -> Tensor:
     return torch.cat([rows[: int(count)] for rows, count in zip(gathered, counts, strict=True)]).to(tensor.device)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return this process's shard of a tensor, or the tensor if it is not sharded (a DTensor)."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of a tensor that may be sharded; all processes must call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
-class Hosts:
+class HostGroup:
     """A group of the processes' CPUs: they exchange flags without waiting for their GPUs."""
 
     def __init__(self) -> None:

@@ -33,14 +33,14 @@ NO_CHARACTER = "\ufffe"  # no font has it, so its glyph is that of a missing cha
 _reported: list[str] = []  # missing characters, of which the user is told once
 
 
-class Lettering(NamedTuple):
+class DrawableText(NamedTuple):
     """A text as it can be drawn, and the font that has all its letters."""
 
     text: str
     font: Font
 
 
-def lettering(text: str, size: int) -> Lettering:
+def drawable_text(text: str, size: int) -> DrawableText:
     """Return a name with a font in which it can be read, at a size in pixels.
 
     Characters that no font here has are spelled out: an accent is dropped (café: cafe), any other letter becomes its
@@ -51,7 +51,7 @@ def lettering(text: str, size: int) -> Lettering:
     path = _best(needed)
     missing = {c for c in needed if not _has(path, c)}
     font = _open(path, size)
-    return Lettering(_spell_out(text, missing, path) if missing else text, font)
+    return DrawableText(_spell_out(text, missing, path) if missing else text, font)
 
 
 def font_folders() -> list[Path]:

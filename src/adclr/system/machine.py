@@ -28,7 +28,7 @@ def host_memory() -> float:
     return max(0.0, min(limits))
 
 
-def available(device: torch.device) -> float:
+def available_gpu_memory(device: torch.device) -> float:
     """Return the bytes of a GPU that this process has or can get."""
     import torch
 

@@ -42,7 +42,7 @@ OLD_JSON = {
 OLD_TEXT = {"report": " · adclr</title>".encode(), "study": b"Command: `adclr study "}
 
 
-def words(command: str) -> str:
+def author_words(command: str) -> str:
     """Return the words that a text, a page or a picture of a command has to contain."""
     return f"written by adclr {command}"
 
@@ -52,21 +52,21 @@ def signature(command: str) -> dict[str, str]:
     return {"written_by": f"adclr {command}"}
 
 
-def png(image: Image.Image, command: str) -> bytes:
+def encode_png(image: Image.Image, command: str) -> bytes:
     """Return a picture as a PNG file that names the command."""
     info, buffer = PngInfo(), io.BytesIO()
-    info.add_text("Software", words(command))
+    info.add_text("Software", author_words(command))
     image.save(buffer, format="PNG", pnginfo=info)
     return buffer.getvalue()
 
 
-def author(path: Path) -> str | None:
+def read_author(path: Path) -> str | None:
     """Return the command that a file names as its author; None if it names none."""
     match = AUTHOR.search(_ends(path))
     return None if match is None else match[1].decode()
 
 
-def check(
+def check_overwrite(
     command: str, files: Iterable[Path], overwrite: bool = False, record: Path | None = None, remedy: str = REMEDY
 ) -> None:
     """Refuse if one of the files exists and was not written by the command.
@@ -77,7 +77,7 @@ def check(
     for path in files:
         if path.is_dir():
             raise UserError(f"{path} is a folder; give the name of a file")
-        if overwrite or not os.path.lexists(path) or author(path) == command:
+        if overwrite or not os.path.lexists(path) or read_author(path) == command:
             continue
         if old is None:
             old = _is_old(record if record is not None else path, command)

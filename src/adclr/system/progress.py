@@ -19,7 +19,7 @@ T = TypeVar("T")
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time in the unit that suits it: 45 seconds, 12.3 minutes, 4.6 days."""
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} seconds"
 
 
-class Line:
+class ProgressLine:
     """Progress towards a known total: `with Line("pretrain", total) as line: line.move(done, "loss 5.1")`."""
 
     def __init__(self, name: str, total: int, done: int = 0, show: bool = True) -> None:
@@ -58,7 +58,7 @@ class Line:
         """Show that `done` of the total are done, with a text and the time that is left."""
         now = time.monotonic()
         advanced = done - self.first
-        left = f"{duration((now - self.started) / advanced * (self.total - done))} left" if advanced else ""
+        left = f"{format_duration((now - self.started) / advanced * (self.total - done))} left" if advanced else ""
         if self.live:
             self.bar.update(self.task, completed=done, text=escape(printable(text)), left=left)
         elif now - self.printed >= PLAIN_SECONDS or done == self.total:
@@ -70,7 +70,7 @@ class Line:
         self.bar.console.print(printable(text), markup=False, soft_wrap=True)
 
 
-class Tally:
+class ProgressCount:
     """A count without a known total: `with Tally("indexing", "images") as tally: tally.add(5)`; silent if short."""
 
     def __init__(self, name: str, unit: str) -> None:
@@ -97,7 +97,7 @@ class Tally:
 
 def track(items: Iterable[T], name: str, total: int, show: bool = True) -> Iterator[T]:
     """Yield the items and show how many of the total have been done."""
-    with Line(name, total, show=show) as line:
+    with ProgressLine(name, total, show=show) as line:
         for done, item in enumerate(items, 1):
             yield item
             line.move(done)

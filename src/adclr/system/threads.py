@@ -27,7 +27,7 @@ AHEAD = 3
 ITEMS_PER_TASK = 8
 # Threads that assemble batches: while one waits for the GPU, which decodes 256 files in 18 ms when idle and in 110
 # beside a step, the other plans. Two gave 87.3 % of the speed of a constant batch, one 83.4 % (ViT-S/16, H200).
-ASSEMBLERS = 2
+NUM_ASSEMBLERS = 2
 # The thread that launches a step's thousands of operations can lose Python's lock to a decoder at each. Asking for
 # it back after 0.5 ms instead of 5 gave 553 images/s instead of 492 (ViT-S/16, batch 128, H200, 16 threads).
 SWITCH_SECONDS = 5e-4
@@ -41,7 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_order(
+def load_in_order(
     requests: Iterable[Request],
     indices_of: Callable[[Request], NDArray[np.int64]],
     load: Callable[[int], Item],
@@ -50,7 +50,7 @@ def in_order(
     num_workers: int,
     gpu: int | None = None,
     ahead: int = AHEAD,
-    assemblers: int = ASSEMBLERS,
+    assemblers: int = NUM_ASSEMBLERS,
 ) -> Generator[Batch, None, None]:
     """Yield `assemble(request, items)` for each request, in order; `load` loads the items of `indices_of(request)`.
 
@@ -91,8 +91,8 @@ class _OrderedLoader(Generic[Request, Item, Batch]):
         self._start_threads()
 
     def _start_threads(self) -> None:
-        self.decoders = Workers(self.num_workers, "decode")
-        self.assemblers = Workers(self.num_assemblers, "assemble", self._select_gpu)
+        self.decoders = ThreadPool(self.num_workers, "decode")
+        self.assemblers = ThreadPool(self.num_assemblers, "assemble", self._select_gpu)
 
     def _select_gpu(self) -> None:
         """Select the GPU in a new thread, which would otherwise work on the first."""
@@ -134,7 +134,7 @@ class _OrderedLoader(Generic[Request, Item, Batch]):
         return batch
 
     def _wait_for_first(self) -> Batch:
-        return result(self.pending[0][1], self.decoders, self.assemblers)
+        return wait_for(self.pending[0][1], self.decoders, self.assemblers)
 
     def _stop(self) -> str:
         """End the threads and return what they were reading."""
@@ -169,7 +169,7 @@ class StalledError(UserError):
         super().__init__("no image has come for a minute; see to the disk or network the images lie on")
 
 
-class Workers:
+class ThreadPool:
     """A pool of threads that do tasks in the order in which these are submitted, and can be abandoned when stuck."""
 
     def __init__(self, count: int, name: str, start: Callable[[], None] = lambda: None) -> None:
@@ -220,7 +220,7 @@ class Workers:
             del task, future, call  # with what they hold, which may be large
 
 
-def result(future: Future[T], *pools: Workers) -> T:
+def wait_for(future: Future[T], *pools: ThreadPool) -> T:
     """Return the result of a task; raise `StalledError` if these pools have finished none for a minute."""
     num_finished, since = -1, 0.0
     while not future.done():

@@ -61,7 +61,7 @@ def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
 
 def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     """Restore the newest whole checkpoint in which a step is not done yet, and change nothing on the disk."""
-    newest = snapshot.newest(run, NAMES, before=step)
+    newest = snapshot.find_newest(run, NAMES, before=step)
     return None if newest.step is None else _restore(run.checkpoints / f"step_{newest.step}", method, optimizer)
 
 
@@ -71,11 +71,11 @@ def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
     The first process finds it, and renames newer ones that are damaged; all processes read the same.
     """
     device = next(method.parameters()).device
-    newest = snapshot.newest(run, NAMES) if distributed.is_main() else snapshot.Found(None, {})
+    newest = snapshot.find_newest(run, NAMES) if distributed.is_main() else snapshot.Newest(None, {})
     number = -1 if newest.step is None else newest.step
     # the first process adds its step + 2, the others 0: a sum of 1 is no checkpoint
     message = torch.tensor([number + 2 if distributed.is_main() else 0, bool(newest.damaged)], device=device)
-    step, damaged = distributed.sum_(message).tolist()
+    step, damaged = distributed.all_reduce_sum(message).tolist()
     if step == 1:
         if damaged:
             first = next(iter(newest.damaged.items()), (0, "another process says so"))
@@ -95,7 +95,7 @@ def _rename_damaged(run: Run, damaged: Mapping[int, str], resumed_step: int) -> 
         folder = run.checkpoints / f"step_{step}"
         renamed = folder.with_name(f"{folder.name}.damaged")
         try:
-            snapshot.point(run, f"step_{resumed_step}")
+            snapshot.set_latest(run, f"step_{resumed_step}")
             shutil.rmtree(renamed, ignore_errors=True)
             os.rename(folder, renamed)
         except OSError as error:

@@ -112,7 +112,7 @@ class Writer:
         """Copy tensors into memory that is reused by later saves, since pinning it takes longer than filling it."""
         copies = self._copies.setdefault(part, {})
         for name, tensor in tensors.items():
-            full = distributed.whole(tensor.detach())  # gathered one at a time, where they are sharded
+            full = distributed.full_tensor(tensor.detach())  # gathered one at a time, where they are sharded
             if self.main:
                 if name not in copies:
                     copies[name] = _host_memory(full)
@@ -136,7 +136,7 @@ class Writer:
     def _delete_oldest(self) -> bool:
         """Delete the oldest checkpoint, but never the only one; return whether one was deleted."""
         steps = self.run.steps()
-        if len(steps) < 2 or not snapshot.free(self.run, keep=len(steps) - 1):
+        if len(steps) < 2 or not snapshot.delete_old(self.run, keep=len(steps) - 1):
             return False
         self._messages.append(f"the disk of {self.run.path} is full: the checkpoint of step {steps[0]} was deleted")
         return True

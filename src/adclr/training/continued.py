@@ -20,7 +20,7 @@ from adclr.config.sections import VIT_SIZES, UserError
 from adclr.config.settings import Settings
 from adclr.data.draws import mix
 from adclr.data.sources import Source, Subset
-from adclr.evals.features import extract
+from adclr.evals.features import extract_features
 from adclr.model.blocks import LayerScale
 from adclr.model.effective_rank import effective_rank
 from adclr.model.method import ADCLR
@@ -164,7 +164,9 @@ class ForgettingProbe:
         """Return the effective rank of the features and their mean cosine with those at the start."""
         data, vit = self.settings.data, teacher.vit
         workers, batch = data.num_workers or None, self.settings.probe.images_at_once
-        found = extract(teacher, self.source, lambda images: vit(images).cls, self.device, batch, workers, show=False)
+        found = extract_features(
+            teacher, self.source, lambda images: vit(images).cls, self.device, batch, workers, show=False
+        )
         features, keys = found.values, self.source.keys[found.kept].view(np.int64)
         if self.at_start:
             tensors = {"keys": torch.from_numpy(keys.copy()), "features": features}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.model.views import Views
-from adclr.system.devices import send, stream
+from adclr.system.devices import send, shared_stream
 from adclr.system.text import one_line
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class RecordedStep:
         seed = torch.initial_seed()
         self.views = views.map(torch.Tensor.clone)
         self.numbers = send(np.array(void, np.float32), device)
-        side = stream("recording", device)
+        side = shared_stream("recording", device)
         side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side):

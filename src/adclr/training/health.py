@@ -114,8 +114,8 @@ def _weight_distance(method: ADCLR) -> Tensor:
     first = next(method.parameters())
     sums = torch.zeros(2, device=first.device)
     for student, teacher in zip(method.student.parameters(), method.teacher.parameters(), strict=True):
-        a, b = distributed.local(student), distributed.local(teacher)
+        a, b = distributed.local_tensor(student), distributed.local_tensor(teacher)
         sums += torch.stack([(a - b).square().sum(), b.square().sum()])
-    if distributed.local(first) is not first:  # every process has a piece
-        distributed.sum_(sums)
+    if distributed.local_tensor(first) is not first:  # every process has a piece
+        distributed.all_reduce_sum(sums)
     return (sums[0] / sums[1].clamp(min=1e-30)).sqrt()

@@ -17,7 +17,7 @@ from adclr.data.draws import combine, key_of
 from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.stamps import Stamps
-from adclr.model.compiled import Compiled, compile_blocks
+from adclr.model.compiled import CompileResult, compile_blocks
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
 from adclr.system import distributed, machine
@@ -67,7 +67,7 @@ def build(settings: Settings) -> ADCLR:
 
 def compile_method(
     method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
-) -> Compiled | None:
+) -> CompileResult | None:
     """Compile the blocks of both backbones for micro-batches of this size; None where settings do not ask for it.
 
     The trial step that compiles leaves weights, gradients and centers as they were.
@@ -136,7 +136,7 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
     data, meter = settings.data, Meter(device, settings.train.log_every_steps)
-    now = stamps.take(source, data.check, data.num_workers) if distributed.is_main() else None
+    now = stamps.read_stamps(source, data.check, data.num_workers) if distributed.is_main() else None
     if state is not None:
         _check_resumable(launched, state, now)
         meter.restore(state.meter)
@@ -171,7 +171,7 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     )
 
 
-def record_start(job: Job, launched: Launch, compiled: Compiled | None) -> None:
+def record_start(job: Job, launched: Launch, compiled: CompileResult | None) -> None:
     """Write the settings and provenance of this start, and remove the rows of steps that will be done again."""
     run, source = job.run, launched.source
     distributed.barrier()  # all processes have read what the first one is about to write over
@@ -181,7 +181,7 @@ def record_start(job: Job, launched: Launch, compiled: Compiled | None) -> None:
     data = job.settings.data.model_copy(update={"allow_changed": False})
     run.write_settings(job.settings.model_copy(update={"data": data}))
     run.add_provenance(_provenance(job, launched, compiled))
-    snapshot.tidy(run)
+    snapshot.remove_leftovers(run)
     for name in ("metrics.jsonl", "timing.jsonl", "voided.jsonl"):
         run.cut(name, -1 if job.state is None else job.start)
     if source.listing is not None:
@@ -229,10 +229,12 @@ def _micro_batch(
         return state.micro_batch_size
     local_batch = settings.train.batch_size // distributed.world_size()
     images = fit_micro_batch(method, settings, local_batch, device, dtype)
-    return int(distributed.min_(torch.tensor(float(images), device=device)).item())  # the same in every process
+    return int(
+        distributed.all_reduce_min(torch.tensor(float(images), device=device)).item()
+    )  # the same in every process
 
 
-def _provenance(job: Job, launched: Launch, compiled: Compiled | None) -> dict[str, Any]:
+def _provenance(job: Job, launched: Launch, compiled: CompileResult | None) -> dict[str, Any]:
     """Return what provenance.json says of this start beside the command and versions."""
     return {
         "from_step": job.start,
@@ -274,7 +276,7 @@ def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | No
         )
 
 
-def teacher(job: Job) -> Weights:
+def teacher_weights(job: Job) -> Weights:
     """As an evaluation takes it; all processes must ask."""
     data = job.settings.data
     return Weights(job.teacher().backbone, data.mean, data.std, data.max_value)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.evals.wording import is_percent
 from adclr.model.views import Views
 from adclr.report import health
 from adclr.system import distributed
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 from adclr.system.runs import STOPPED, Run
 from adclr.training import loggers
 from adclr.training.meter import LOSS_NAMES, Meter, Void
@@ -55,7 +55,7 @@ class Journal:
         run: Run,
         schedules: Schedules,
         meter: Meter,
-        views: Ahead[Views],
+        views: Prefetcher[Views],
         keys: Callable[[int], list[str]],  # of the images of a step
         start: int,
     ) -> None:
@@ -63,7 +63,7 @@ class Journal:
         self.keys, self.start = keys, start
         self.main = distributed.is_main()
         self.loggers = loggers.open_loggers(settings, run.path, start) if self.main else []
-        self.line = Line("pretrain", schedules.total_steps, start, show=self.main)
+        self.line = ProgressLine("pretrain", schedules.total_steps, start, show=self.main)
         self.logged_at, self.logged_step, self.text = time.monotonic(), start, ""  # of the last line
         self.other_seconds: dict[str, float] = {}  # not spent on steps, since the last line of timing.jsonl
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it

@@ -69,7 +69,7 @@ def prepare(
     overrides, reasons = adopt_init(base, overrides, stored)
     if stored is not None:
         overrides = _unscaled(base, overrides, stored) | overrides
-    settings = settle(base, overrides)
+    settings = resolve_settings(base, overrides)
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
@@ -78,10 +78,10 @@ def prepare(
     if stored is None:
         collection.check_apart(run.path, source)
     if automatic:
-        choice = collection.choose_for(source, settings.train.device)
+        choice = collection.choose_recipe(source, settings.train.device)
         reasons = choice.reasons + reasons
         base = choice_settings(choice)
-        settings = settle(base, overrides)
+        settings = resolve_settings(base, overrides)
     if stored is None:
         defaults = _with_defaults(base)
         reasons = reasons + [
@@ -115,7 +115,7 @@ def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
     if recipe is None or recipe == "auto":
         return {}
     name = os.fspath(recipe)
-    return sections.recipe(name) | {"recipe": name}
+    return sections.load_recipe(name) | {"recipe": name}
 
 
 def _warn_of_damage(source: Source) -> None:
@@ -152,10 +152,12 @@ def adopt_init(
 
 def choice_settings(choice: auto.Choice) -> dict[str, Any]:
     """Return the settings of an automatic choice, which stand in for those of a recipe."""
-    return sections.flatten(sections.recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
+    return (
+        sections.flatten(sections.load_recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
+    )
 
 
-def settle(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+def resolve_settings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
     """Return the settings of a recipe with the user's on top.
 
     Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
@@ -232,7 +234,7 @@ def check_finished(launched: Launch) -> None:
         )
     data = launched.settings.data
     if (launched.run.path / STAMPS).exists() and not data.allow_changed:
-        change = describe_replaced(launched, stamps.take(launched.source, data.check, data.num_workers))
+        change = describe_replaced(launched, stamps.read_stamps(launched.source, data.check, data.num_workers))
         if change is not None:
             raise UserError(
                 f"{launched.run.path} is finished and {change} since; choose another --out, or set "
@@ -243,10 +245,10 @@ def check_finished(launched: Launch) -> None:
 def describe_replaced(launched: Launch, now: Stamps) -> str | None:
     """Return a clause on the images that were replaced since a run was last started; None if none were."""
     source = launched.source
-    before = stamps.load(launched.run.path / STAMPS, source.keys)
+    before = stamps.load_stamps(launched.run.path / STAMPS, source.keys)
     if before is None:  # a run of version 0.1
         return None
-    indices = stamps.replaced(before, now, launched.settings.data.check)
+    indices = stamps.find_replaced(before, now, launched.settings.data.check)
     if not len(indices):
         return None
     first = source.paths[int(indices[0])]

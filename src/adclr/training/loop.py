@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from adclr.config.sections import UserError
-from adclr.data.prefetch import Ahead
+from adclr.data.prefetch import Prefetcher
 from adclr.model.views import Views
 from adclr.report import health
-from adclr.report.live import Live, moments
+from adclr.report.live import LiveReport, picture_steps
 from adclr.system import distributed, machine
-from adclr.system.devices import choose, deterministic
+from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.runs import Run
 from adclr.training import checkpoint, continued, journal, launch
 from adclr.training.checkpoint_writer import Writer
 from adclr.training.health import measure_health
-from adclr.training.job import Job, compile_method, load_job, record_start, shard, teacher
+from adclr.training.job import Job, compile_method, load_job, record_start, shard, teacher_weights
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
 from adclr.training.micro_batch import fit_micro_batch
@@ -53,7 +53,7 @@ def run(launched: Launch) -> Run:
         launch.check_finished(launched)
         print(f"{run.path} is finished: {run.path}/backbone.safetensors")
         return run
-    device = choose(settings.train.device)
+    device = select_device(settings.train.device)
     images = open_images(settings)
     with (
         distributed.session(device),
@@ -84,11 +84,11 @@ def run(launched: Launch) -> Run:
     return run
 
 
-def _train(job: Job, take_step: Step, probe: journal.Probe | None, live: Live | None) -> None:
+def _train(job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None) -> None:
     """Take all steps that are left; log, score, save and draw between them."""
     settings, schedules, start, total = job.settings, job.schedules, job.start, job.schedules.total_steps
     save_every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
-    drawn_steps = moments(total) if settings.train.report else ()
+    drawn_steps = picture_steps(total) if settings.train.report else ()
     stop = False
     with (
         closing(job.batches.from_step(start)) as views,
@@ -115,7 +115,9 @@ def _train(job: Job, take_step: Step, probe: journal.Probe | None, live: Live | 
                 with journal.timed("saving"):
                     _save(job, writer, done)
             writer.check()
-            weights = teacher(job) if done in drawn_steps else None  # sharded weights are gathered by all processes
+            weights = (
+                teacher_weights(job) if done in drawn_steps else None
+            )  # sharded weights are gathered by all processes
             if live:
                 with journal.timed("drawing"):
                     live.weights = weights or live.weights
@@ -129,15 +131,15 @@ def _train(job: Job, take_step: Step, probe: journal.Probe | None, live: Live | 
         signals.exit(done)
 
 
-def _open_live(job: Job) -> Live | None:
+def _open_live(job: Job) -> LiveReport | None:
     """Return the report that is written while training, in the first process; None where there is none."""
-    weights = teacher(job)  # gathered by all processes
+    weights = teacher_weights(job)  # gathered by all processes
     if not job.settings.train.report or not distributed.is_main():
         return None
-    return Live(job.run, weights, job.feed.source, job.schedules.total_steps)
+    return LiveReport(job.run, weights, job.feed.source, job.schedules.total_steps)
 
 
-def _measure_health(job: Job, views: Ahead[Views], values: Values) -> dict[str, float]:
+def _measure_health(job: Job, views: Prefetcher[Views], values: Values) -> dict[str, float]:
     """Return the health measures of the teacher on the views of the last micro-batch."""
     assert views.last is not None
     return measure_health(
@@ -147,7 +149,7 @@ def _measure_health(job: Job, views: Ahead[Views], values: Values) -> dict[str, 
 
 def _make_probe(job: Job, images: Images | None) -> journal.Probe | None:
     """Return the probe of the images there are, with a check against forgetting if the run began from weights."""
-    settings, run, schedules, weights = job.settings, job.run, job.schedules, partial(teacher, job)
+    settings, run, schedules, weights = job.settings, job.run, job.schedules, partial(teacher_weights, job)
     probe = None if images is None else Probe(settings, run, schedules, weights, images, job.device)
     if settings.model.init is None:
         return probe
@@ -198,7 +200,8 @@ def _describe_size_that_fits(job: Job) -> str:
     images = max(size for size in range(1, half + 1) if local_batch % size == 0)
     if distributed.world_size() == 1:
         images = fit_micro_batch(job.method, job.settings, local_batch, job.device, job.dtype, at_most=half)
+    gib = machine.available_gpu_memory(job.device) / machine.GIB
     return (
-        f"{job.micro_batch} images at once do not fit into {machine.available(job.device) / machine.GIB:.0f} GiB of "
-        f"GPU memory; set train.micro_batch_size={images}"
+        f"{job.micro_batch} images at once do not fit into {gib:.0f} GiB of GPU memory; "
+        f"set train.micro_batch_size={images}"
     )

@@ -70,7 +70,7 @@ class Meter:
 
     def total(self) -> Tensor:
         """Return all numbers summed over the processes, on the device; all processes must call it."""
-        return distributed.sum_(torch.cat([self.sums, self.rows[: self.count].flatten().double()]))
+        return distributed.all_reduce_sum(torch.cat([self.sums, self.rows[: self.count].flatten().double()]))
 
     def decoder(self) -> Callable[[Tensor], dict[str, Any]]:
         """Return a function that makes a checkpoint's state of `total`; the meter may change before it is called."""

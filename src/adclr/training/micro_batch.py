@@ -11,7 +11,7 @@ from adclr.config.settings import Settings
 from adclr.model.method import ADCLR
 from adclr.model.views import Masks, Views
 from adclr.system import distributed
-from adclr.system.machine import GIB, available, host_memory
+from adclr.system.machine import GIB, available_gpu_memory, host_memory
 
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
 CPU_SHARE = 0.5
@@ -29,7 +29,7 @@ def fit_micro_batch(
     """Return the largest divisor of this process's batch that fits into memory."""
     if device.type == "cuda":
         fixed_bytes, image_bytes = measure_memory(method, settings, device, dtype)
-        free_bytes = GPU_SHARE * available(device) - fixed_bytes
+        free_bytes = GPU_SHARE * available_gpu_memory(device) - fixed_bytes
     else:
         image_bytes = estimate_image_bytes(settings)
         free_bytes = CPU_SHARE * host_memory() / distributed.local_world_size()
@@ -75,7 +75,7 @@ def measure_memory(
             break
         peaks[count] = torch.cuda.max_memory_allocated(device)
     if not fits:
-        raise UserError(f"not even {count} images fit into {available(device) / GIB:.1f} GiB; {SMALLER}")
+        raise UserError(f"not even {count} images fit into {available_gpu_memory(device) / GIB:.1f} GiB; {SMALLER}")
     method.forget()
     image_bytes = (peaks[6] - peaks[2]) / 4
     moments = 8 * sum(p.numel() for p in method.student.parameters() if p.requires_grad)

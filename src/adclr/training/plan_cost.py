@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from adclr.config.settings import Settings
-from adclr.system.progress import duration
+from adclr.system.progress import format_duration
 
 # Bytes stored for backward, for each unit of width, token and block, of compiled blocks under bfloat16 autocast: two
 # sums (4) and their norms (4), q, k, v (6), the output of attention (2), and the input of GELU (8). ADCLR with ViT-S/16
@@ -191,4 +191,4 @@ def describe_long_run(seconds: float, on_gpu: bool) -> str:
     shorter += ", or more GPUs, make it shorter" if on_gpu else ", or a GPU, make it shorter"
     if not on_gpu:
         shorter += "; --recipe adclr_cpu is made for a CPU"
-    return f"it takes about {duration(seconds)}; {shorter}"
+    return f"it takes about {format_duration(seconds)}; {shorter}"

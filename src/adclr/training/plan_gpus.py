@@ -36,7 +36,7 @@ GPUS = {
 }
 
 
-def find(name: str | None, gib: float | None, tflops: float | None) -> Gpu | None:
+def find_gpu(name: str | None, gib: float | None, tflops: float | None) -> Gpu | None:
     """Return the GPU that options describe: one of the table, with numbers replaced by those given; None for none."""
     if name is None:
         if gib is None and tflops is None:

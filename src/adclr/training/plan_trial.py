@@ -27,10 +27,10 @@ from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
 from adclr.data.sources import Source
-from adclr.data.views import plan
+from adclr.data.views import plan_batch
 from adclr.model.method import ADCLR
 from adclr.system import devices, machine
-from adclr.system.threads import Workers
+from adclr.system.threads import ThreadPool
 from adclr.training import plan_cost, schedules
 from adclr.training.job import compile_method
 from adclr.training.job import decoder as make_decoder
@@ -151,7 +151,7 @@ def time_views(settings: Settings, sample: Sample | None) -> float:
     mean, std = settings.data.mean, settings.data.std
 
     def render(epoch: int) -> None:
-        augment.render(packed, plan(settings, epoch, keys, packed.sizes), mean, std)
+        augment.render(packed, plan_batch(settings, epoch, keys, packed.sizes), mean, std)
 
     render(0)
     _, once = cpu_seconds(lambda: render(1), 1)
@@ -174,15 +174,15 @@ def sample_images(source: Source, settings: Settings, gpu: Gpu | None) -> Sample
             images.append(pixels)
         return pixels
 
-    with Workers(threads, "plan") as pool:
-        size = cache.guess(read, len(source), pool)
+    with ThreadPool(threads, "plan") as pool:
+        size = cache.estimate_bytes(read, len(source), pool)
     if not size:
         raise UserError(f"none of the images of {source.root} that were tried can be read; are they images?")
     if gpu is not None:
         free = gpu.gib * machine.GIB
     else:
-        device = devices.choose(settings.train.device)
-        free = machine.available(device) if device.type == "cuda" else 0.0
+        device = devices.select_device(settings.train.device)
+        free = machine.available_gpu_memory(device) if device.type == "cuda" else 0.0
     if gpu is None and GpuDecoder.suits(device):
         rate = Feed(source, threads, decoder, pin=free > 0, gpu_decoder=GpuDecoder(decoder, device)).rate()
     else:
@@ -190,5 +190,5 @@ def sample_images(source: Source, settings: Settings, gpu: Gpu | None) -> Sample
     mode = settings.data.cache
     if mode == "gpu" and not free:
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
-    kept = None if mode == "off" else cache.place(mode, size, cache.Room(machine.host_memory(), free))
+    kept = None if mode == "off" else cache.choose_location(mode, size, cache.FreeMemory(machine.host_memory(), free))
     return Sample(size, kept, rate, threads, images)

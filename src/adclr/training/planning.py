@@ -25,7 +25,7 @@ from adclr.data.sources import Source
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
-from adclr.system.progress import duration
+from adclr.system.progress import format_duration
 from adclr.system.runs import provenance
 from adclr.system.text import format_size, printable_lines
 from adclr.training import launch, plan_cost
@@ -80,7 +80,7 @@ def run(
         if path is not None:
             check_writable(path)
     if file is not None:
-        outputs.check("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
+        outputs.check_overwrite("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
     settings, source, reasons = _settle(data, images, recipe, overrides, gpu, out)
     count = len(source) if source is not None else images or 0
     launch.check_batch(settings, count, num_gpus, "GPUs")
@@ -117,7 +117,7 @@ def _settle(
     overrides = launch.add_images(data, overrides)
     base = launch.recipe_settings(recipe)
     overrides, reasons = launch.adopt_init(base, overrides)
-    settings = launch.settle(base, overrides)
+    settings = launch.resolve_settings(base, overrides)
     path = settings.data.path
     if bool(path) == (images is not None):
         raise UserError(
@@ -136,7 +136,11 @@ def _settle(
     else:
         side, assumed = collection.median_side(source), []
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
-    return launch.settle(launch.choice_settings(choice), overrides), source, assumed + choice.reasons + reasons
+    return (
+        launch.resolve_settings(launch.choice_settings(choice), overrides),
+        source,
+        assumed + choice.reasons + reasons,
+    )
 
 
 def estimate_step_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
@@ -176,13 +180,13 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
     from adclr.training import job, plan_trial
     from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate_image_bytes, largest_divisor, measure_memory
 
-    device = devices.choose(settings.train.device)
+    device = devices.select_device(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
     method = job.build(settings).to(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
         fixed, each = measure_memory(method, settings, device, dtype)
-        total = machine.available(device)
+        total = machine.available_gpu_memory(device)
         free = GPU_SHARE * (total - cached) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
         fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
@@ -323,8 +327,8 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         f"{memory['images_that_fit']} images fit at once{many}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
         f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{duration(time['seconds_per_epoch'])} an epoch, {time['gflop_per_image']:.3g} GFLOP an image; "
+        "time": f"{format_duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
+        f"{format_duration(time['seconds_per_epoch'])} an epoch, {time['gflop_per_image']:.3g} GFLOP an image; "
         + _describe_rates(time),
         "disk": f"{sizes['total']}: {disk['checkpoints']} checkpoints of {sizes['checkpoint']} (one of them while it "
         f"is written), backbone {sizes['backbone']}, logs {sizes['logs']}, index {sizes['index']}"

@@ -11,7 +11,7 @@ import torch
 
 from adclr.config.settings import Settings
 from adclr.data.collection import open_source
-from adclr.data.sets.classes import Labelled, open_labelled
+from adclr.data.sets.classes import LabeledImages, open_labeled
 from adclr.data.sets.pixels import Segmented, check, open_segmented
 from adclr.data.sources import Source
 from adclr.evals import incontext, knn, matching
@@ -30,7 +30,7 @@ SCORE_NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which e
 class Images:
     """The images of the probes."""
 
-    labeled: Labelled | None
+    labeled: LabeledImages | None
     held_out: Source | None
     segmented: Segmented | None
 
@@ -46,7 +46,7 @@ def open_images(settings: Settings) -> Images | None:
         check(segmented, settings.data.num_workers or None, show=distributed.local_rank() == 0)
     source = open_source(held_out) if held_out else None
     allowed = settings.data.allow_damaged_shards and not settings.probe.data  # the setting is about the training images
-    return Images(open_labelled(labeled, allowed) if labeled else None, source, segmented)
+    return Images(open_labeled(labeled, allowed) if labeled else None, source, segmented)
 
 
 class Probe:

@@ -26,7 +26,7 @@ from adclr.config.sections import UserError
 from adclr.model.method import ADCLR
 from adclr.model.views import Views
 from adclr.system import machine
-from adclr.system.devices import choose, deterministic
+from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.progress import track
 from adclr.training.job import Job, compile_method, load_job
@@ -44,7 +44,7 @@ def run(launched: Launch, step: int) -> dict[str, Any]:
     # to decode all images for a few steps would take longer than the steps
     data = launched.settings.data.model_copy(update={"cache": "off"})
     settings = launched.settings.model_copy(update={"data": data})
-    launched, device = replace(launched, settings=settings), choose(settings.train.device)
+    launched, device = replace(launched, settings=settings), select_device(settings.train.device)
     steps = settings.train.epochs * (len(launched.source) // settings.train.batch_size)
     if not launched.run.begun:
         raise UserError(f"{launched.run.path} holds no run of which a step could be replayed; give --out of one")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adclr.config.settings import Settings
-from adclr.model.optim import cosine, warm_cosine
+from adclr.model.optim import cosine, warmup_cosine
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Schedules:
         epoch = step // self.steps_per_epoch
         peak = optim.lr * self.settings.train.batch_size / 256
         warmup = round(optim.warmup_epochs * self.steps_per_epoch)
-        lr = warm_cosine(step, warmup, total, peak, optim.final_lr)
+        lr = warmup_cosine(step, warmup, total, peak, optim.final_lr)
         warm = method.teacher_temperature_warmup_epochs
         rise = min(1.0, epoch / warm) if warm else 1.0
         start, end = method.teacher_temperature_start, method.teacher_temperature

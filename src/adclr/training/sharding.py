@@ -28,7 +28,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def take_gradients(self) -> None:
         """Move gradients from the weights, where the backward pass leaves them, to the shards."""
         for weight, shard in self.shard_of.items():
-            shard.grad = None if weight.grad is None else distributed.local(weight.grad)
+            shard.grad = None if weight.grad is None else distributed.local_tensor(weight.grad)
             weight.grad = None
 
 
@@ -60,7 +60,7 @@ class Sharded:
         groups = []
         for named, option in zip(moments, options, strict=True):
             for name, _ in named:
-                shard_of[weights[name]] = nn.Parameter(distributed.local(weights[name].detach()))
+                shard_of[weights[name]] = nn.Parameter(distributed.local_tensor(weights[name].detach()))
             groups.append(option | {"params": [shard_of[weights[name]] for name, _ in named]})
         self.optimizer = ShardedAdamW(groups, fused=True)
         self.optimizer.shard_of = shard_of
@@ -69,14 +69,14 @@ class Sharded:
             assert isinstance(weight, DTensor)
             for key, value in state.items():
                 if value.shape == weight.shape:
-                    value = distributed.local(distribute_tensor(value, weight.device_mesh, weight.placements))
+                    value = distributed.local_tensor(distribute_tensor(value, weight.device_mesh, weight.placements))
                 self.optimizer.state[shard_of[weight]][key] = value
 
     def teacher(self) -> Branch:
         """Return the full copy with the present weights; all processes must call it."""
         with torch.no_grad():
             for full, weight in zip(self._teacher.parameters(), self._method.teacher.parameters(), strict=True):
-                full.copy_(distributed.whole(weight))
+                full.copy_(distributed.full_tensor(weight))
         return self._teacher
 
 

@@ -44,7 +44,7 @@ class Signals:
         self.caught: signal.Signals | None = None
         self._interruptible = False
         self._handlers: dict[signal.Signals, Any] = {}  # those before ours
-        self._hosts = distributed.Hosts()
+        self._hosts = distributed.HostGroup()
         self._pending: Callable[[], list[bool]] | None = None
 
     def __enter__(self) -> Self:

@@ -102,7 +102,7 @@ class Step:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, ShardedAdamW):
             self.optimizer.take_gradients()
-        ok = optim.update(self.optimizer, lr, weight_decay, self.clip_norm, losses[0], self.sharded)
+        ok = optim.optimizer_step(self.optimizer, lr, weight_decay, self.clip_norm, losses[0], self.sharded)
         self.optimizer.zero_grad(set_to_none=True)
         self.method.update(momentum, ok, head_only=freeze_backbone)
         return losses, ok

@@ -192,7 +192,7 @@ def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
 
 def _find_in_run(path: Path) -> StoredWeights:
     run = Run(path)
-    settings, newest = run.settings(), snapshot.newest(run, ["teacher.safetensors"])
+    settings, newest = run.settings(), snapshot.find_newest(run, ["teacher.safetensors"])
     if settings is None or newest.step is None:
         raise UserError(
             f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"

@@ -51,7 +51,7 @@ def write(run: Run, step: int, tensors: Parts, state: Mapping[str, Any], keep: i
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    free(run, keep)
+    delete_old(run, keep)
     return final
 
 
@@ -60,7 +60,7 @@ def _fill(folder: Path, state: Mapping[str, Any], tensors: Parts) -> None:
     folder.mkdir(parents=True)
     manifest = {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in tensors.items()}
     write_json(folder / "state.json", dict(state))
-    manifest["state.json"] = facts(folder / "state.json")
+    manifest["state.json"] = describe_file(folder / "state.json")
     write_json(folder / MANIFEST, manifest)  # and syncs the folder
 
 
@@ -73,11 +73,11 @@ def _publish(run: Run, folder: Path) -> Path:
         sync(run.path)  # that there are checkpoints
     os.rename(folder, final)
     sync(run.checkpoints)
-    point(run, final.name)
+    set_latest(run, final.name)
     return final
 
 
-def point(run: Run, name: str) -> None:
+def set_latest(run: Run, name: str) -> None:
     """Make a checkpoint the latest."""
     link, latest = run.checkpoints / ".latest.tmp", run.checkpoints / "latest"
     link.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def point(run: Run, name: str) -> None:
     sync(run.checkpoints)
 
 
-def free(run: Run, keep: int) -> int:
+def delete_old(run: Run, keep: int) -> int:
     """Delete all but the newest few; return how many. One that cannot be deleted stays, which harms nothing."""
     num_deleted = 0
     for old in run.steps()[:-keep]:
@@ -106,7 +106,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def tidy(run: Run) -> None:
+def remove_leftovers(run: Run) -> None:
     """Remove what a killed process left behind; only for a process that holds the lock of the run."""
     for path in [*run.path.glob(".*.tmp"), *run.checkpoints.glob(".*.tmp"), *run.checkpoints.glob(".step_*.old")]:
         if path.is_dir() and not path.is_symlink():
@@ -152,7 +152,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
     """Return the named parts and the state; refuse a folder that is not as it was written."""
-    damaged = damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
+    damaged = find_damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
     if damaged is not None:
         raise UserError(
             f"checkpoint {folder} is damaged at {damaged}; delete that directory to go on from an older one"
@@ -202,20 +202,20 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapp
 MANIFEST = "manifest.json"
 
 
-class Found(NamedTuple):
+class Newest(NamedTuple):
     """The newest complete checkpoint of a run."""
 
     step: int | None  # None: there is none
     damaged: dict[int, str]  # newer ones, and the file at which each is damaged
 
 
-def facts(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     """Return the size and the SHA-256 of a file; 0.6 s for each GiB on one core with SHA instructions."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def damage(folder: Path, names: Sequence[str]) -> str | None:
+def find_damage(folder: Path, names: Sequence[str]) -> str | None:
     """Return the first of these files that is not what the manifest says; None if all are."""
     try:
         manifest = read_json(folder / MANIFEST)
@@ -223,19 +223,19 @@ def damage(folder: Path, names: Sequence[str]) -> str | None:
         return MANIFEST
     for name in names:
         try:
-            if not isinstance(manifest, dict) or facts(folder / name) != manifest.get(name):
+            if not isinstance(manifest, dict) or describe_file(folder / name) != manifest.get(name):
                 return name
         except OSError:
             return name
     return None
 
 
-def newest(run: Run, names: Sequence[str], before: int | None = None) -> Found:
+def find_newest(run: Run, names: Sequence[str], before: int | None = None) -> Newest:
     """Return the newest checkpoint (of those before a step) in which these files are undamaged."""
     damaged: dict[int, str] = {}
     for step in reversed([step for step in run.steps() if before is None or step < before]):
-        name = damage(run.checkpoints / f"step_{step}", names)
+        name = find_damage(run.checkpoints / f"step_{step}", names)
         if name is None:
-            return Found(step, damaged)
+            return Newest(step, damaged)
         damaged[step] = name
-    return Found(None, damaged)
+    return Newest(None, damaged)

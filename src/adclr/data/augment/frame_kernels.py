@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adclr.data.augment.kernels import _cubic
-from adclr.data.augment.resample import needed
+from adclr.data.augment.resample import source_range
 from adclr.data.packed import Packed
 from adclr.system.devices import send
 
@@ -115,7 +115,7 @@ def resize(packed: Packed, frames: NDArray[np.int64], offsets: NDArray[np.int64]
     channels = packed.num_channels
     table = np.empty((len(frames), ENTRY), np.int64)
     table[:, 0], table[:, 1:3], table[:, 3:9] = packed.offsets, packed.sizes, frames
-    table[:, 9], table[:, 10] = needed(packed.sizes[:, 0], frames[:, 0], frames[:, 2], frames[:, 4])
+    table[:, 9], table[:, 10] = source_range(packed.sizes[:, 0], frames[:, 0], frames[:, 2], frames[:, 4])
     table[:, 12] = offsets
     sizes = channels * table[:, 10] * table[:, 8]
     ends, first = np.cumsum(sizes), 0

@@ -64,7 +64,7 @@ def _num_taps(longest: int, size: int) -> int:
     return math.ceil(4 * max(1.0, longest / size)) + 1
 
 
-def needed(length: Number, size: Number, first: Number, count: Number) -> tuple[Number, Number]:
+def source_range(length: Number, size: Number, first: Number, count: Number) -> tuple[Number, Number]:
     """Return the first position that `count` outputs from `first` read, and how many, of an axis resized to `size`."""
     scale = np.true_divide(length, size)
     reach = 2 * np.maximum(scale, 1.0)

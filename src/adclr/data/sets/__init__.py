@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from adclr.config.sections import UserError
 from adclr.data.decode import Decoder, Unreadable, size_of
-from adclr.data.draws import Words, mix
+from adclr.data.draws import Keys, mix
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 
@@ -19,7 +19,7 @@ NUM_NAMED = 3  # problems that a message names
 Item = TypeVar("Item")
 
 
-def split_by_key(keys: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_by_key(keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of a train and a val split: a fifth of the images, chosen by their keys, is val."""
     held_out = mix(keys) % np.uint64(5) == 0
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

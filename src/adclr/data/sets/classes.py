@@ -28,7 +28,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabeledImages:
     """A labeled collection in two splits."""
 
     train: Split
@@ -36,7 +36,7 @@ class Labelled:
     classes: list[str]
 
 
-def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
+def open_labeled(path: str | Path, allow_damaged: bool = False) -> LabeledImages:
     """Open a labeled collection; see `open_source`.
 
     A fifth of an unsplit folder, chosen by the keys of its images, is the val split.
@@ -73,7 +73,7 @@ def open_labelled(path: str | Path, allow_damaged: bool = False) -> Labelled:
     if not len(val):
         raise UserError(small)
     numbers = {name: number for number, name in enumerate(classes)}
-    return Labelled(_numbered(train, numbers), _numbered(val, numbers), classes)
+    return LabeledImages(_numbered(train, numbers), _numbered(val, numbers), classes)
 
 
 def _check_unsplit(root: Path) -> None:

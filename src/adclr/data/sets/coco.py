@@ -263,16 +263,16 @@ def check(splits: Sequence[Instances], num_workers: int | None = None, show: boo
     check_each(items, problem_of, "mend the images or the json", "checking images", num_workers, show)
 
 
-def filled(mask: Mask, height: int, width: int) -> NDArray[np.uint8]:
+def fill_mask(mask: Mask, height: int, width: int) -> NDArray[np.uint8]:
     """Return height×width, 1 where the object is, with polygons filled as COCO's own program does."""
     if isinstance(mask, np.ndarray):
         values = (np.arange(len(mask)) % 2).astype(np.uint8)
         return np.repeat(values, mask).reshape(width, height).T
-    masks = coco_masks()
+    masks = import_masks()
     pixels: NDArray[np.uint8] = masks.decode(masks.merge(masks.frPyObjects(mask, height, width)))
     return pixels
 
 
-def coco_masks() -> Any:
+def import_masks() -> Any:
     """Return COCO's functions for masks, of faster-coco-eval."""
     return require("faster_coco_eval.core.mask", "detection", "detection")

@@ -154,7 +154,7 @@ def scene(seed: int, index: int, size: int = SIZE) -> Scene:
     return Scene((image * 255).round().astype(np.uint8), largest.kind, objects)
 
 
-def write(folder: Path, seed: int, num_train: int, num_val: int, size: int = SIZE, show: bool = True) -> None:
+def write_scenes(folder: Path, seed: int, num_train: int, num_val: int, size: int = SIZE, show: bool = True) -> None:
     """Write folder/{train,val}/KIND/NUMBER.png; val scenes are other scenes."""
     for split, first, count in (("train", 0, num_train), ("val", num_train, num_val)):
         for kind in KINDS:

@@ -33,9 +33,9 @@ def run(weights: list[str], images: list[str], host: str, port: int, settings: S
     from adclr.features.explorer.gallery import Gallery
     from adclr.features.explorer.library import Library
     from adclr.features.visualize import open_images
-    from adclr.system.devices import choose
+    from adclr.system.devices import select_device
 
-    source, device = open_images(images), choose(settings.device)
+    source, device = open_images(images), select_device(settings.device)
     libraries = [Library(_short(name), analysis.load(name, device), settings.size) for name in weights]
     gallery = Gallery(source, libraries, settings.num_images, settings.max_gib)
     token = None if host in server.LOCAL else secrets.token_urlsafe(16)

@@ -18,11 +18,11 @@ from adclr.config.sections import UserError
 from adclr.data.decode import Unreadable
 from adclr.data.sources import ImageFolder, Source, Subset
 from adclr.features import pictures
-from adclr.features.analysis import Grid, Seen
+from adclr.features.analysis import Grid, InputImage
 from adclr.features.explorer.library import Library
 from adclr.features.reader import read_images
 from adclr.system.machine import GIB, cpu_count
-from adclr.system.progress import Line
+from adclr.system.progress import ProgressLine
 
 SIDE = 512  # pixels, the longer side of an image on the page
 QUALITY = 88
@@ -45,7 +45,7 @@ class _Decoded:
 
     jpeg: bytes
     size: tuple[int, int]  # width and height of the JPEG
-    inputs: list[Seen]  # of each network
+    inputs: list[InputImage]  # of each network
 
 
 class _ServedImages(Subset):
@@ -82,7 +82,7 @@ class Gallery:
         waiting: dict[tuple[Grid, ...], list[tuple[str, _Decoded]]] = {}
         num_bytes, num_workers = 0, min(4, cpu_count())
         decoded = read_images(self.images, self._decode, range(len(self.images)), num_workers)
-        with closing(decoded), Line("reading", len(self.images)) as line:
+        with closing(decoded), ProgressLine("reading", len(self.images)) as line:
             for index, image in decoded:
                 if self.stop.is_set():
                     return
@@ -125,7 +125,7 @@ class Gallery:
             raise Unreadable(str(error)) from None
         inputs = [library.prepare(pixels[decoder]) for library, decoder in zip(self.libraries, decoders, strict=True)]
         first = pixels[decoders[0]]
-        image = pictures.shown(first, min(SIDE, max(first.shape[1:])))
+        image = pictures.display_image(first, min(SIDE, max(first.shape[1:])))
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=QUALITY)
         return _Decoded(buffer.getvalue(), image.size, inputs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adclr.data.decode import Pixels
 from adclr.features import analysis
-from adclr.features.analysis import Box, Floats, Grid, Seen
+from adclr.features.analysis import Box, Floats, Grid, InputImage
 from adclr.model.vit import Memory, VisionTransformer
 from adclr.weights.backbone import Weights
 
@@ -80,7 +80,7 @@ class Library:
         self.name, self.weights = name, weights
         self.size = size or min(weights.vit.input_size)
         self.groups: list[ImageGroup] = []
-        self.inputs: dict[int, Seen] = {}  # by id
+        self.inputs: dict[int, InputImage] = {}  # by id
         self.basis: analysis.Basis | None = None
         self.lock = threading.Lock()
 
@@ -94,9 +94,9 @@ class Library:
         """Return how many images of one shape are read at once."""
         return BATCH_SIZE[self.vit.pos_embed.device.type]
 
-    def prepare(self, pixels: Pixels) -> Seen:
+    def prepare(self, pixels: Pixels) -> InputImage:
         """Return an image resized for the network."""
-        return analysis.see("", pixels, self.size, self.vit.patch_size)
+        return analysis.prepare_image("", pixels, self.size, self.vit.patch_size)
 
     def bytes_of(self, grid: Grid) -> int:
         """Return the memory that an image of this shape takes."""
@@ -106,7 +106,7 @@ class Library:
     # -- reading --
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int], images: Sequence[Seen]) -> None:
+    def read(self, ids: Sequence[int], images: Sequence[InputImage]) -> None:
         """Read images of one shape."""
         grid = images[0].grid(self.vit)
         full = self.vit.read(analysis.network_input(self.weights, np.stack([image.pixels for image in images])))
@@ -173,7 +173,7 @@ class Library:
         with self.lock:
             if self.basis is None:
                 patches = [group.memory.tokens.patches.flatten(0, 1) for group in self.groups]
-                self.basis = analysis.basis(torch.cat(patches).cpu())
+                self.basis = analysis.fit_basis(torch.cat(patches).cpu())
             for group in self.groups:
                 for id_, patches in zip(group.ids, group.memory.tokens.patches.cpu(), strict=True):
                     yield id_, self.basis.colours(patches).reshape(*group.grid, 3)

@@ -68,7 +68,7 @@ def export(
             "weights": report.as_json() | {"source": card.last_part(report.source)} if report else None,
             "provenance": {name: value for name, value in provenance().items() if name != "command"},
         }
-        files = {path.name: snapshot.facts(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: snapshot.describe_file(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / RECORD, facts | {"files": files} | outputs.signature("export"))
         for path in temporary.iterdir():
             _sync(path)
@@ -98,13 +98,13 @@ def _check_output(folder: Path, out: Path) -> dict[str, Any]:
     record = folder / RECORD
     try:
         files = read_json(record)["files"]
-        listed = outputs.author(record) == "export" and all(name == os.path.basename(name) for name in files)
+        listed = outputs.read_author(record) == "export" and all(name == os.path.basename(name) for name in files)
     except (UserError, TypeError, KeyError, AttributeError):
         listed = False
     if not listed:
         raise UserError(f"{out} was not written by adclr export; {outputs.REMEDY}")
     for name, known in files.items():
-        if os.path.lexists(folder / name) and snapshot.facts(folder / name) != known:
+        if os.path.lexists(folder / name) and snapshot.describe_file(folder / name) != known:
             raise UserError(f"{out}/{name} was changed since adclr export wrote it; {outputs.REMEDY}")
     return dict(files)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.blocks import Block
-from adclr.model.vit import OFFSET, PositionResampling, VisionTransformer
+from adclr.model.vit import POSITION_OFFSET, PositionResampling, VisionTransformer
 from adclr.system import optional
 
 ONE_FILE = 1_500_000_000  # bytes; a file of ONNX ends at 2 GiB, beyond which weights are in a second file
@@ -34,7 +34,9 @@ def cubic(x: Tensor, a: float) -> Tensor:
     return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-def resampling(stored: int, targets: Tensor, how: PositionResampling, offset: float | Tensor = OFFSET) -> Tensor:
+def resampling(
+    stored: int, targets: Tensor, how: PositionResampling, offset: float | Tensor = POSITION_OFFSET
+) -> Tensor:
     """Return targets×stored weights: each resampled position along one side is a sum of stored ones.
 
     They are those of `F.interpolate`. `targets` are the numbers 0, 1, ... of the resampled positions; how many there
@@ -85,7 +87,7 @@ class Portable(nn.Module):
         targets = [torch.arange(count, dtype=stored.dtype) for count in (height, width)]
         # on the stored grid nothing is resampled: the offset is 0 there, and the other ways are the identity
         same = torch.stack([t[-1] + 1 == count for t, count in zip(targets, vit.grid, strict=True)]).all()
-        offset = torch.where(same, 0.0, OFFSET)
+        offset = torch.where(same, 0.0, POSITION_OFFSET)
         rows, columns = (resampling(old, new, how, offset) for old, new in zip(vit.grid, targets, strict=True))
         return torch.einsum("hi,ijd,wj->dhw", rows, stored, columns)
 
