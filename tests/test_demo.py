@@ -81,7 +81,7 @@ def test_a_shifted_image_is_matched_by_its_shift(trained: Weights) -> None:
     for index in range(2000, 2200):
         wide = scenes.scene(0, index, 72).image.transpose(2, 0, 1)
         pair = InputImage("", wide[:, :64, :64].copy()), InputImage("", wide[:, :64, 8:].copy())
-        matches = analysis.mutual(*(analysis.patch_features(trained, one) for one in pair))
+        matches = analysis.mutual_neighbors(*(analysis.patch_features(trained, one) for one in pair))
         (rows, columns), there = np.divmod(matches.first, 8), np.divmod(matches.second, 8)
         right = (there[0] == rows) & (there[1] == columns - 1)
         of_matches.append(right.mean())

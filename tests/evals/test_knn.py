@@ -13,8 +13,9 @@ from PIL import Image
 import adclr as package
 from adclr.config.sections import UserError
 from adclr.data.sets.classes import open_labeled
-from adclr.evals import accuracy, features, knn
+from adclr.evals import accuracy, knn
 from adclr.features.pictures import viridis
+from adclr.features.reader import center_crop, resize
 from adclr.weights.backbone import Weights, create_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,14 +101,16 @@ def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
 def test_images_are_resized_by_the_shorter_side_and_cut_in_the_middle() -> None:
     image = np.full((3, 150, 300), 255, np.uint8)
     image[:, :, :60] = image[:, :, 240:] = 0
-    made = features.prepare(image, (224, 224))
+    made = resize(image, center_crop((224, 224))(150, 300))
     assert made.shape == (3, 224, 224)
     assert (made[:, :, 5:-5] == 255).all()  # 256/150 of 180 white columns is wider than 224
-    tall = features.prepare(np.zeros((1, 500, 10), np.uint8), (32, 48))
+    tall = resize(np.zeros((1, 500, 10), np.uint8), center_crop((32, 48))(500, 10))
     assert tall.shape == (1, 32, 48)
     photo = np.random.default_rng(0).integers(0, 256, (3, 40, 50), np.uint8)
     whole = Image.fromarray(photo.transpose(1, 2, 0)).resize((46, 37), Image.Resampling.BICUBIC)
-    assert np.array_equal(features.prepare(photo, (32, 32)), np.asarray(whole.crop((7, 2, 39, 34))).transpose(2, 0, 1))
+    assert np.array_equal(
+        resize(photo, center_crop((32, 32))(40, 50)), np.asarray(whole.crop((7, 2, 39, 34))).transpose(2, 0, 1)
+    )
 
 
 def test_the_public_call(images: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import adclr as package
 import lives
 from adclr.config.sections import UserError
+from adclr.data import batches
 from adclr.data.draws import key_of
 from adclr.model.losses import Center
 from adclr.model.method import ADCLR
@@ -144,7 +145,7 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
     shutil.copytree(images / "train", data)
     name = sorted(data.rglob("*.png"))[7].relative_to(data)
     plans: dict[int, Any] = {}
-    real_plan, real_render = job.plan, job.render
+    real_plan, real_render = batches.plan_batch, batches.render
 
     def plan(settings: Any, epoch: int, keys: Any, sizes: Any) -> Any:
         made = real_plan(settings, epoch, keys, sizes)
@@ -157,8 +158,8 @@ def marked(images: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path,
         views.local_crops[0, torch.from_numpy(keys == key_of(str(name)))] *= 1e30
         return views
 
-    patch.setattr(job, "render", render)
-    patch.setattr(job, "plan", plan)
+    patch.setattr(batches, "render", render)
+    patch.setattr(batches, "plan_batch", plan)
     return data, name
 
 

@@ -20,9 +20,9 @@ def library(device: str, count: int) -> Library:
     rng = np.random.default_rng(0)
     vit = create_backbone("vit_small_patch16").eval().to(device)
     found = Library("x", Weights(vit, (0.5,) * 3, (0.25,) * 3), 224)
-    for start in range(0, count, found.together):
-        ids = range(start, min(count, start + found.together))
-        found.read(ids, [found.see(str(n), rng.integers(0, 256, (3, 224, 224), np.uint8)) for n in ids])
+    for start in range(0, count, found.batch_size):
+        ids = range(start, min(count, start + found.batch_size))
+        found.read(ids, [found.prepare(rng.integers(0, 256, (3, 224, 224), np.uint8)) for n in ids])
     return found
 
 

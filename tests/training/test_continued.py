@@ -25,6 +25,7 @@ from adclr.system.runs import Run
 from adclr.training import continued, job, launch, planning
 from adclr.training.journal import Journal
 from adclr.training.plan_gpus import Gpu
+from adclr.training.schedules import Schedules
 from adclr.weights.backbone import architecture, load_weights, save_backbone
 from test_loop import assert_same_state
 from tiny import TINY, tiny, words
@@ -117,7 +118,8 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
         metrics.read_text().replace(f'"effective_rank": {rows[0]["effective_rank"]}', '"effective_rank": 99')
     )
     assert [row for row in run.rows("metrics.jsonl") if row.get("effective_rank") == 99]
-    watch = continued.Watch(run, settings, lambda: loaded, source, torch.device("cpu"), (4, 8), 8, None)
+    schedules = Schedules(settings, 4)
+    watch = continued.ForgettingProbe(run, settings, schedules, lambda: loaded, source, torch.device("cpu"), 8, None)
     assert watch.first["effective_rank"] == pytest.approx(rows[0]["effective_rank"])
 
 

@@ -22,6 +22,7 @@ import adclr as package
 from adclr.config import sections
 from adclr.config.sections import UserError
 from adclr.config.settings import Settings
+from adclr.data import batches
 from adclr.system.runs import Run
 from adclr.training import checkpoint_writer, job, journal, launch
 from tiny import THREADS, TINY, words
@@ -283,7 +284,7 @@ def test_accumulation_changes_nothing_but_rounding(images: Path, tmp_path: Path)
 def test_a_poisoned_batch_is_void_and_training_goes_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = job.render
+    clean = batches.render
 
     def poisoned(packed: Any, plan: Any, mean: Any, std: Any) -> Any:
         views = clean(packed, plan, mean, std)
@@ -293,7 +294,7 @@ def test_a_poisoned_batch_is_void_and_training_goes_on(
         return views
 
     poisoned.count = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(job, "render", poisoned)
+    monkeypatch.setattr(batches, "render", poisoned)
     run = pretrain(images / "train", tmp_path / "run", checkpoint_every_steps=1, keep_checkpoints=9)
     rows = list(run.rows("metrics.jsonl"))
     assert [row["voided_steps"] for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
