@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links to the results of studies at their copies in the site."""
+    """Point links to the results of studies at their copies in the site, and write out links to the source."""
+    markdown = re.sub(r"\[`([\w.]+)`\]\(\.\./src/adclr/([\w/.]+)#L(\d+)\)", r"`\1` (`\2`, line \3)", markdown)
+    markdown = re.sub(r"\[`[\w.]+`\]\(\.\./src/adclr/([\w/.]+)\)", r"`\1`", markdown)
     return markdown.replace(f"](../{RESULTS}/", f"]({RESULTS}/")
 
 

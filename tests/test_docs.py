@@ -186,3 +186,14 @@ def test_a_page_that_is_hard_to_read_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert max(len(sentence.split()) for sentence in sentences("any")) > 30
     with pytest.raises(AssertionError):
         test_sentences_are_short_and_words_are_the_fields("any")
+
+
+def test_the_lines_of_the_architecture_page_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import line_references
+
+    text = text_of("docs/architecture.md")
+    assert len(line_references.LINK.findall(text)) > 20
+    assert line_references.updated(text) == text, "run: python docs/line_references.py"
+    with pytest.raises(StopIteration):
+        line_references.updated("[`nothing`](../src/adclr/model/vit.py#L1)")

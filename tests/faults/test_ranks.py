@@ -103,7 +103,7 @@ with distributed.session(cpu):
     torch.manual_seed(0)
     views = [micro_batch.random_views(settings, 2, cpu) for _ in range(2)]
     Step(settings, method, optimizer, cpu, None).accumulate_gradients([views[distributed.rank()]], 0.05, 0.05)
-    found = {{n: distributed.whole(p.grad) for n, p in method.student.named_parameters() if p.grad is not None}}
+    found = {{n: distributed.full_tensor(p.grad) for n, p in method.student.named_parameters() if p.grad is not None}}
     if distributed.is_main():
         save_file(found, {out!r})
 """
@@ -151,7 +151,7 @@ with distributed.session(cpu):
         optimizer = Sharded(method, optimizer, settings, cpu).optimizer
     def state():
         parts = checkpoint.parts(method, optimizer).values()
-        tensors = [distributed.whole(part[name]).contiguous() for part in parts for name in sorted(part)]
+        tensors = [distributed.full_tensor(part[name]).contiguous() for part in parts for name in sorted(part)]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
     torch.manual_seed(distributed.rank())
     step = Step(settings, method, optimizer, cpu, None)

@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from adclr.data.sets import scenes
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 Values = dict[str, Any]
@@ -108,18 +110,10 @@ def recipe_names() -> list[str]:
 
 
 def kinds_of(folder: Path) -> Path:
-    """Labelled scenes: train/CLASS/*.png and val/CLASS/*.png."""
+    """Labeled scenes: train/CLASS/*.png and val/CLASS/*.png."""
     if not folder.exists():
-        scenes().write(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
+        scenes.write_scenes(folder, seed=3, num_train=32, num_val=16, size=24, show=False)
     return folder
-
-
-def scenes() -> Any:
-    try:
-        from adclr.data.sets import scenes
-    except ModuleNotFoundError:  # before the packages
-        from adclr import scenes  # type: ignore[attr-defined,no-redef]
-    return scenes
 
 
 def of_recipes(folder: Path) -> Values:
@@ -135,7 +129,7 @@ def of_recipes(folder: Path) -> Values:
 
 def pixels_of(folder: Path) -> Path:
     if not folder.exists():
-        scenes().write_pixels(folder, seed=5, first=0, num_train=8, num_val=4, size=48)
+        scenes.write_pixels(folder, seed=5, first=0, num_train=8, num_val=4, size=48)
     return folder
 
 
@@ -150,7 +144,7 @@ def coco_of(folder: Path) -> Path:
 def video_of(folder: Path) -> Path:
     """One clip of four frames in DAVIS's folders: a scene that moves by two pixels a frame."""
     if not folder.exists():
-        scene = scenes().scene(5, 1, 64)
+        scene = scenes.scene(5, 1, 64)
         labels = np.where(scene.labels() > 0, 1, 0).astype(np.uint8)
         for kind in ("JPEGImages", "Annotations"):
             (folder / kind / "480p" / "clip").mkdir(parents=True)

@@ -2,9 +2,9 @@
 
 order     which images a step is shown is a function of (seed, epoch, key)      here, `draws.epoch_order`
 decode    threads read and decode these images, or take them from the cache     `feed.Feed`
-plan      boxes, jitter and masks of their crops, numbers only                  `views.plan`
+plan      boxes, jitter and masks of their crops, numbers only                  `views.plan_batch`
 render    the crops are cut out, resized and altered on the training device     `augment.render`
-prefetch  on a GPU all this is done while the step before runs                  `prefetch.Ahead`
+prefetch  on a GPU all this is done while the step before runs                  `prefetch.Prefetcher`
 """
 
 from __future__ import annotations
