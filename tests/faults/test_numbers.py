@@ -30,13 +30,13 @@ VALUES = schedules.Values(0.01, 0.1, 0.9, 0.05, False)
 
 
 def in_the_loss(method: ADCLR, patch: pytest.MonkeyPatch, bad: float) -> None:
-    compare = method.compare
+    forward = method.forward
 
     def poisoned(*arguments: Any) -> Any:
-        losses = compare(*arguments)
+        losses = forward(*arguments)
         return losses._replace(total=losses.total * bad)
 
-    patch.setattr(method, "compare", poisoned)
+    patch.setattr(method, "forward", poisoned)
 
 
 def in_a_gradient(method: ADCLR, patch: pytest.MonkeyPatch, bad: float) -> None:
