@@ -22,13 +22,13 @@ if "--tiny" in sys.argv:  # before Triton is imported
 import numpy as np
 import torch
 
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.data import augment
-from adclr.data.draws import key_of
 from adclr.data.packed import pack
+from adclr.data.random_draws import key_of
 from adclr.data.sets import scenes
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import devices
 from adclr.system.files import write_json
@@ -78,7 +78,7 @@ def main() -> None:
     given = parser.parse_args()
     words = {"train.batch_size": given.batch, "train.epochs": -(-given.steps * given.batch // IMAGES)}
     words |= {"optim.lr": 2e-3, "optim.warmup_epochs": 0.5, "method.momentum": 0.99}
-    settings = sections.build(Settings, sections.load_recipe("adclr_vits16"), words, TINY if given.tiny else {})
+    settings = parsing.build(Settings, parsing.load_recipe("adclr_vits16"), words, TINY if given.tiny else {})
     images = [scenes.scene(0, number, 128).image.transpose(2, 0, 1).copy() for number in range(IMAGES)]
     curves = {}
     for name, fast, draw in (("plain", False, 0), ("fast", True, 0), ("fast, other drops", True, 1)):

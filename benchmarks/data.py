@@ -24,7 +24,7 @@ import torch
 from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.batches import TrainingBatches
@@ -35,8 +35,8 @@ from adclr.data.packed import pack
 from adclr.data.prefetch import Prefetcher
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan_batch
-from adclr.model.views import Views
+from adclr.data.view_plan import plan_batch
+from adclr.model.view_tensors import Views
 from adclr.system.machine import cpu_count
 
 
@@ -217,7 +217,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = sections.build(Settings, sections.load_recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
+    settings = parsing.build(Settings, parsing.load_recipe("adclr_vits16") | {"train": {"batch_size": given.batch}})
     repeats = given.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "photos"

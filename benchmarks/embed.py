@@ -23,7 +23,7 @@ from adclr.data.packed import Packed, pack
 from adclr.data.sources import ImageFolder, Subset
 from adclr.features import embedding
 from adclr.features.embedding import Network, fill
-from adclr.features.parts import Parts
+from adclr.features.embedding_files import Parts
 from adclr.features.reader import ImageReader, SameSize, resize
 from adclr.system.machine import cpu_count, host_memory
 from adclr.weights.backbone import Weights, create_backbone

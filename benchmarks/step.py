@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from plain_dino import PlainDino
 
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.system import devices
 from adclr.system.files import write_json
@@ -64,7 +64,7 @@ class Case:
         changes: dict[str, Any] = {"model.size": self.size, "views.num_local": self.local}
         if self.queries is not None:
             changes["views.num_queries"] = self.queries
-        return sections.build(Settings, sections.load_recipe(RECIPES[self.method]), changes, TINY if tiny else {})
+        return parsing.build(Settings, parsing.load_recipe(RECIPES[self.method]), changes, TINY if tiny else {})
 
     def name(self, settings: Settings) -> str:
         letter, views = self.size[0].upper(), settings.views

@@ -17,7 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
-from adclr.data.draws import key_of
+from adclr.data.random_draws import key_of
 
 FIFTHS = 5
 

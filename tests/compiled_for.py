@@ -22,9 +22,9 @@ from triton.runtime.jit import JITFunction
 
 from adclr.config.settings import Settings
 from adclr.data.augment import frame_kernels, launch_kernels
-from adclr.data.draws import key_of
 from adclr.data.packed import pack
-from adclr.data.views import plan_batch
+from adclr.data.random_draws import key_of
+from adclr.data.view_plan import plan_batch
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.system import trial_kernels
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from adclr import cli
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.data.sets import scenes
 from adclr.model.vit import VisionTransformer
@@ -55,7 +55,7 @@ def backbone(dim: int = 32, depth: int = 2, patch: int = 4, size: int = 16, **mo
 
 def saved(folder: Path, dim: int = 32, depth: int = 2) -> Path:
     """The weights of a new tiny backbone in a folder."""
-    settings = sections.build(Settings, TINY, {"model.dim": dim, "model.depth": depth})
+    settings = parsing.build(Settings, TINY, {"model.dim": dim, "model.depth": depth})
     torch.manual_seed(0)
     weights_room.save_backbone(folder, weights_room.architecture(settings).build().state_dict(), settings)
     return folder

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adclr.study.outline import Study, read_study
 from adclr.study.results import Results
+from adclr.study.study_file import Study, read_study
 
 KNN = {"name": "knn", "data": "photos", "score": "knn_top1_k3", "settings": {"k": [3], "device": "cpu"}}
 SMALL = {"title": "A study", "data": "photos/train", "recipe": "demo", "evaluations": {"kNN": KNN}}

@@ -28,7 +28,7 @@ WITHOUT_TORCH = (
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
-    *("training.plan_gpus", "training.loggers", "data.draws"),
+    *("training.plan_gpus", "training.loggers", "data.random_draws"),
 )
 OPTIONAL = {
     *("wandb", "mlflow", "tensorboard", "timm", "transformers", "onnxruntime", "huggingface_hub", "pyarrow"),
@@ -101,8 +101,8 @@ def violations(source: Path) -> list[str]:
                     reasons.append(f"{package} comes before {top}")
                 if package == "model" and top == "system" and target not in MODEL_MAY_IMPORT:
                     reasons.append("model knows tensors only")
-                if package == "data" and top == "model" and target != "model.views":
-                    reasons.append("data takes model.views alone")
+                if package == "data" and top == "model" and target != "model.view_tensors":
+                    reasons.append("data takes model.view_tensors alone")
                 if package == "weights" and top == "data" and target != "data.decode":
                     reasons.append("weights take data.decode alone")
                 if package == "evals" and target in METHOD:
@@ -129,7 +129,7 @@ MODEL_PACKAGES = {
     *("torch", "math", "typing", "collections", "functools", "importlib", "sys", "dataclasses", "__future__"),
     *("logging", "time"),  # of compiling
 }
-METHOD = ("model.method", "model.losses", "model.heads", "data.views")
+METHOD = ("model.method", "model.losses", "model.heads", "data.view_plan")
 
 
 def cycles(source: Path) -> list[str]:
@@ -164,10 +164,10 @@ def test_there_are_no_cycles_between_modules() -> None:
 
 
 UPWARD = [
-    ("config/settings.py", "from adclr.data.draws import key_of", "config comes before data"),
+    ("config/settings.py", "from adclr.data.random_draws import key_of", "config comes before data"),
     ("model/vit.py", "from adclr.system import files", "model knows tensors only"),
     ("model/vit.py", "import os", "model knows tensors only"),
-    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.views alone"),
+    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.view_tensors alone"),
     ("evals/knn.py", "from adclr.model.losses import anything", "evaluations do not know how weights were trained"),
     ("evals/knn.py", "def f():\n    from adclr.training import loop", "evals comes before training"),
     ("training/step.py", "from adclr.study import table", "training comes before study"),

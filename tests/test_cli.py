@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adclr import cli
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from tiny import TINY, Adclr, words
 
@@ -60,7 +60,7 @@ def test_help_shows_the_common_settings_and_help_all_every_one(
 
     lines: list[str] = []
     common, every = listed("--help"), listed("--help-all")
-    assert every == [path for path, _ in sections.leaves(Settings)]
+    assert every == [path for path, _ in parsing.leaves(Settings)]
     assert 25 <= len(common) <= 35
     assert set(common) < set(every)
     assert lines[0] == f"adclr {command} --help-all lists {len(every) - len(common)} more settings"

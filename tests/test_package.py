@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import adclr
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from tiny import THREADS, TINY, words
 
@@ -72,7 +72,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     run(bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel)
     assert "pretrain" in run(bin_ / "adclr", "--help", cwd=tmp_path)
     listed = run(bin_ / "adclr", "pretrain", "--list-recipes", cwd=tmp_path)
-    assert [line.split()[0] for line in listed.splitlines()] == sections.recipe_names()
+    assert [line.split()[0] for line in listed.splitlines()] == parsing.recipe_names()
     assert adclr.__version__ in run(bin_ / "adclr", "--version", cwd=tmp_path)
     assert str(tmp_path) in run(bin_ / "python", "-c", "import adclr; print(adclr.__file__)", cwd=tmp_path)
 
@@ -114,7 +114,7 @@ def test_the_method_page_names_things_that_exist() -> None:
         dotted = ".".join(files[module].relative_to(ROOT / "src").with_suffix("").parts)
         thing = getattr(importlib.import_module(dotted), name, None)
         if thing is None:  # not code but a setting, which raises if there is none
-            sections.full_name(Settings, f"{module}.{name}")
+            parsing.full_name(Settings, f"{module}.{name}")
             continue
         assert not attribute or hasattr(thing, attribute), (module, name, attribute)
         checked += 1

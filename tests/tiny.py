@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 
 # As small as a run can be and still have every part.
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
 
 def tiny(**changes: Any) -> Settings:
     """Tiny settings; changes by full name with '__' for '.' or by their short name."""
-    return sections.build(Settings, TINY, {name.replace("__", "."): value for name, value in changes.items()})
+    return parsing.build(Settings, TINY, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def words(changes: dict[str, Any]) -> list[str]:

@@ -82,10 +82,10 @@ def _demo(options: Namespace, _: dict[str, Any]) -> None:
 
 def _pretrain(options: Namespace, values: dict[str, Any]) -> None:
     if options.list_recipes:
-        from adclr.config import sections
+        from adclr.config import parsing
 
-        for name in sections.recipe_names():
-            first = sections.recipe_text(name).splitlines()[0].removeprefix("# ")
+        for name in parsing.recipe_names():
+            first = parsing.recipe_text(name).splitlines()[0].removeprefix("# ")
             print(f"{name:<20} {first}")
         return
     _require(options, "out", "no output directory was named; give --out RUN")
@@ -108,7 +108,7 @@ def _pretrain(options: Namespace, values: dict[str, Any]) -> None:
 
 def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import evals
-    from adclr.config.sections import UserError, build
+    from adclr.config.parsing import UserError, build
 
     name, several = options.name, options.name == "transfer"
     _require(options, "name", f"no evaluation was named; there are: {', '.join(evals.NAMES)}")
@@ -124,7 +124,7 @@ def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
 
 
 def _embed(options: Namespace, values: dict[str, Any]) -> None:
-    from adclr.config.sections import build
+    from adclr.config.parsing import build
     from adclr.features import embedding
 
     for name, what in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
@@ -135,7 +135,7 @@ def _embed(options: Namespace, values: dict[str, Any]) -> None:
 
 
 def _doctor(options: Namespace, values: dict[str, Any]) -> None:
-    from adclr.config.sections import build
+    from adclr.config.parsing import build
     from adclr.data import doctor
 
     _require(options, "data", "no images were named; give the folder that holds them")
@@ -157,7 +157,7 @@ def _export(options: Namespace, _: dict[str, Any]) -> None:
 
 
 def _visualize(options: Namespace, values: dict[str, Any]) -> None:
-    from adclr.config.sections import build
+    from adclr.config.parsing import build
     from adclr.features import visualize
 
     if options.name not in visualize.FIGURES:
@@ -181,7 +181,7 @@ def _study(options: Namespace, values: dict[str, Any]) -> None:
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
-    from adclr.config.sections import build
+    from adclr.config.parsing import build
     from adclr.features import explorer
 
     _require(options, "images", "weights and images are both needed; write W and then the images")
@@ -321,7 +321,7 @@ def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
 
 
 def _print_help(options: Namespace) -> None:
-    from adclr.config.sections import describe
+    from adclr.config.parsing import describe
 
     options.parser.print_help()
     for title, settings in _settings_to_list(options):
@@ -362,7 +362,7 @@ def _main(arguments: list[str]) -> None:
     if words and options.command in NO_SETTINGS:
         options.parser.error(f"{NO_SETTINGS[options.command]} takes no settings, but was given {words[0]}")
     # pydantic takes 60 ms to import, which plain --help need not wait for
-    from adclr.config.sections import UserError, parse_words
+    from adclr.config.parsing import UserError, parse_words
 
     try:
         if options.help or options.help_all:

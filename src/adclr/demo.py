@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
-from adclr.features import analysis, figures, pictures
+from adclr.features import analysis, drawing, figures
 from adclr.features.analysis import Box
-from adclr.features.pictures import Cell
+from adclr.features.drawing import Cell
 from adclr.system import outputs
 from adclr.system.files import check_writable
 from adclr.training import launch, loop
@@ -59,7 +59,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
-    pictures.save_picture(picture, draw(load_weights(folder), shown), "demo")
+    drawing.save_picture(picture, draw(load_weights(folder), shown), "demo")
     print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
     print(f"the run:     {folder}")
     print(f"the weights: {folder}/backbone.safetensors")
@@ -78,10 +78,10 @@ def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
         cells = figures.query_image(weights, one, query_boxes(scene)).cells(figures.CELL)
         colours = basis.colours(part).reshape(*one.grid(weights.vit), 3)
         cells.append(
-            Cell(pictures.overlay_colors(pictures.display_image(one.pixels, figures.CELL), colours), "components")
+            Cell(drawing.overlay_colors(drawing.display_image(one.pixels, figures.CELL), colours), "components")
         )
         rows.append(cells)
-    return pictures.compose_sheet(rows, [one.name for one in seen], figures.QUERY_BAR)
+    return drawing.compose_sheet(rows, [one.name for one in seen], figures.QUERY_BAR)
 
 
 def query_boxes(scene: Scene) -> list[Box]:

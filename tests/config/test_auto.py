@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import adclr as package
-from adclr.config import auto, sections
-from adclr.config.sections import UserError
+from adclr.config import auto, parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.sources import ImageFolder
@@ -55,7 +55,7 @@ def test_choices_fit_the_collection_and_can_be_built(
     choice = auto.choose(images, side, memory)
     assert choice.recipe == recipe
     assert expected.items() <= choice.settings.items()
-    settings = sections.build(Settings, sections.load_recipe(recipe), choice.settings)
+    settings = parsing.build(Settings, parsing.load_recipe(recipe), choice.settings)
     assert settings.train.batch_size <= images
     assert all(len(reason) > 10 for reason in choice.reasons)
     assert any(recipe in reason for reason in choice.reasons)
@@ -63,13 +63,13 @@ def test_choices_fit_the_collection_and_can_be_built(
 
 def test_the_recipe_for_a_cpu_is_small_and_of_the_same_method() -> None:
     """On 2 cores 25.8 GFLOP an image, the choice of before, is 2 images/s; this many are some 20."""
-    cpu, small = (sections.build(Settings, sections.load_recipe(name)) for name in ("adclr_cpu", "adclr_small"))
+    cpu, small = (parsing.build(Settings, parsing.load_recipe(name)) for name in ("adclr_cpu", "adclr_small"))
     assert plan_cost.flops(cpu).step < 5e9
     assert (cpu.optim.lr * cpu.train.batch_size) == (small.optim.lr * small.train.batch_size)
-    differing = {line.split()[0] for line in sections.differences(cpu, small) if line.startswith("method.")}
+    differing = {line.split()[0] for line in parsing.differences(cpu, small) if line.startswith("method.")}
     assert differing == {"method.num_prototypes", "method.head_hidden_dim"}
     for images, hours in ((400, 1), (3_000, 5), (10_000, 5)):
-        settings = sections.build(Settings, sections.load_recipe("adclr_cpu"), auto.choose(images, 800, None).settings)
+        settings = parsing.build(Settings, parsing.load_recipe("adclr_cpu"), auto.choose(images, 800, None).settings)
         assert images * settings.train.epochs / 20 / 3600 < hours
 
 
@@ -80,9 +80,9 @@ def test_the_median_side_is_read_from_headers(images: Path, tmp_path: Path) -> N
         collection.median_side(ImageFolder(tmp_path))
 
 
-@pytest.mark.parametrize("name", sections.recipe_names())
+@pytest.mark.parametrize("name", parsing.recipe_names())
 def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
-    lines = sections.recipe_text(name).splitlines()
+    lines = parsing.recipe_text(name).splitlines()
     assert lines[0].startswith("# ")
     for line, word in zip(lines[1:4], ("# command:", "# cost:", "# expected:"), strict=True):
         assert line.startswith(word)
@@ -91,11 +91,11 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     assert name.removesuffix(".yaml") in lines[1] or name == "demo"
 
 
-@pytest.mark.parametrize("name", sections.recipe_names())
+@pytest.mark.parametrize("name", parsing.recipe_names())
 def test_every_recipe_trains(name: str, images: Path, tmp_path: Path) -> None:
     """As it is but for size: fewer and smaller everything."""
     shrink = {k: v for k, v in TINY.items() if not k.startswith(("views.num", "method.momentum"))}
-    keep = sections.build(Settings, sections.load_recipe(name))
+    keep = parsing.build(Settings, parsing.load_recipe(name))
     shrink |= {"num_local": min(2, keep.views.num_local), "num_queries": min(2, keep.views.num_queries), "epochs": 1,
                "warmup_epochs": 0, "freeze_last_layer_epochs": 0.5}  # fmt: skip
     run = package.pretrain(images / "train", out=tmp_path / "run", recipe=name, **shrink)
@@ -109,13 +109,13 @@ def test_every_recipe_trains(name: str, images: Path, tmp_path: Path) -> None:
 
 
 def test_recipes_are_the_methods_they_name() -> None:
-    made = {name: sections.build(Settings, sections.load_recipe(name)) for name in sections.recipe_names()}
+    made = {name: parsing.build(Settings, parsing.load_recipe(name)) for name in parsing.recipe_names()}
     for family in ("vits16", "small"):
         dino, adclr = made[f"dino_{family}"], made[f"adclr_{family}"]
         own = ["method.query_weight is 0.5 there and 0.1 here"] if family == "small" else []  # nothing without queries
-        assert sorted(sections.differences(dino, adclr)) == [*own, "views.num_queries is 0 there and 10 here"]
+        assert sorted(parsing.differences(dino, adclr)) == [*own, "views.num_queries is 0 there and 10 here"]
         ibot, star = made[f"ibot_{family}"], made[f"adclr_mim_{family}"]
-        assert sections.differences(ibot, star) == ["views.num_queries is 0 there and 10 here"]
+        assert parsing.differences(ibot, star) == ["views.num_queries is 0 there and 10 here"]
         assert star.method.masked_weight == 1.0
     small, base = made["adclr_vits16"], made["adclr_vitb16"]
     assert (small.optim.lr, small.optim.clip_norm, small.method.train_gain) == (5e-4, 3.0, True)

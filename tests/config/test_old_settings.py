@@ -12,13 +12,13 @@ import yaml
 
 import adclr as package
 from adclr import cli, evals
-from adclr.config import sections
-from adclr.config.sections import UserError, build, parse_words
+from adclr.config import parsing
+from adclr.config.parsing import UserError, build, parse_words
 from adclr.config.settings import Settings
-from adclr.evals import wording
+from adclr.evals import score_text
 from adclr.report.record import read_record
-from adclr.study.outline import read_study
 from adclr.study.results import Results
+from adclr.study.study_file import read_study
 from studied import SMALL
 from tiny import TINY
 
@@ -35,7 +35,7 @@ SEGMENTATION = {"name": "segmentation", "data": "photos", "score": "segmentation
 
 @pytest.fixture(autouse=True)
 def _no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "_warned", set())
+    monkeypatch.setattr(parsing, "_warned", set())
 
 
 def as_in_version_0_1(file: Path) -> None:
@@ -74,7 +74,7 @@ def test_constants_are_accepted_at_their_value_only(capsys: pytest.CaptureFixtur
     with pytest.raises(UserError) as error:
         build(Settings, {"views.mask_ratio": [0.2, 0.5]})
     assert str(error.value) == "views.mask_ratio is a constant, [0.1, 0.5], and cannot be [0.2, 0.5]; leave it out"
-    assert not {path for path, _, _ in sections.describe(Settings)} & set(CONSTANTS)
+    assert not {path for path, _, _ in parsing.describe(Settings)} & set(CONSTANTS)
 
 
 def test_a_run_of_version_0_1_is_resumed_without_a_warning(
@@ -85,7 +85,7 @@ def test_a_run_of_version_0_1_is_resumed_without_a_warning(
     file = run.path / "settings.yaml"
     assert yaml.safe_load(file.read_text())["views"]["gray"] == 0.3
     as_in_version_0_1(file)
-    sections._warned.clear()
+    parsing._warned.clear()
     stored = run.settings()
     assert stored is not None
     assert stored.views.gray == 0.3
@@ -96,7 +96,7 @@ def test_a_run_of_version_0_1_is_resumed_without_a_warning(
     with pytest.raises(UserError, match=r"views\.gray is 0\.3 there and 0\.2 here"):
         package.pretrain(images / "train", out=run.path, **TINY, gray=0.2)
     report = read_record(run.path)
-    assert report.settings == sections.flatten(stored.model_dump(mode="json"))
+    assert report.settings == parsing.flatten(stored.model_dump(mode="json"))
 
 
 def test_a_settings_file_of_version_0_1_is_a_recipe(images: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_control_of_version_0_1_is_found(tmp_path: Path) -> None:
     for file, changes in (("control.json", {}), ("another.json", {"colours": True})):
         text = {"scores": {"segmentation_miou": 20.0}, "settings": stored | changes}
         (folder / file).write_text(json.dumps(text))
-    (line,) = wording.compare_with_control(
+    (line,) = score_text.compare_with_control(
         "segmentation", settings, {"segmentation_miou": 30.0}, folder / "none.json", [folder]
     )
     assert "10.0 points above" in line

@@ -12,10 +12,10 @@ from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.augment.photometric import blur, brightness, contrast, hue, photometric, saturation, solarize, to_gray
 from adclr.data.augment.resample import resample, resample_each
-from adclr.data.draws import key_of
 from adclr.data.packed import Packed, pack
+from adclr.data.random_draws import key_of
 from adclr.data.sets import scenes
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from tiny import tiny
 
 

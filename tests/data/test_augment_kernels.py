@@ -10,10 +10,10 @@ from PIL import Image
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.augment import kernels, launch_kernels
-from adclr.data.draws import key_of
 from adclr.data.packed import pack
+from adclr.data.random_draws import key_of
 from adclr.data.sets import scenes
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from kernel_device import DEVICE, needs_interpreter
 from tiny import tiny
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import cache
 from adclr.data.cache import GIB, FreeMemory, Store
 from adclr.data.decode import Decoder, Pixels

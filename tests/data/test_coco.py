@@ -16,7 +16,7 @@ from pycocotools import mask as their_masks
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.coco import Instances, check, decode_runs, fill_mask, open_instances
 from adclr.evals.detection import STATISTICS, average_precision

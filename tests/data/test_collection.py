@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import adclr as package
-from adclr.config.sections import UserError
-from adclr.data import shards, sources
+from adclr.config.parsing import UserError
+from adclr.data import sources, tar_shards
 from adclr.data.collection import expand, open_source
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
@@ -326,7 +326,7 @@ def test_an_index_of_shards(folder: ImageFolder, tmp_path: Path, monkeypatch: py
     found = open_source(tmp_path, index)
     assert found.listing is not None
     found.listing.save(index)
-    monkeypatch.setattr(shards, "index_shards", lambda files: pytest.fail("indexed again"))
+    monkeypatch.setattr(tar_shards, "index_shards", lambda files: pytest.fail("indexed again"))
     again = open_source(tmp_path, index)
     assert [again.read(i) for i in range(20)] == [found.read(i) for i in range(20)]
     assert [again.label(i) for i in range(20)] == [found.label(i) for i in range(20)]

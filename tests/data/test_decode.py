@@ -13,7 +13,7 @@ import torch
 import torchvision.io
 from PIL import Image, ImageOps
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
 from adclr.data.jpeg import read_header
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr.config.sections import build, load_recipe, parse_words
+from adclr.config.parsing import build, load_recipe, parse_words
 from adclr.config.settings import Settings
 from adclr.data import doctor
 from adclr.system import machine

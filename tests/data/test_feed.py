@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import feed as feed_module
 from adclr.data.augment import render
 from adclr.data.collection import open_source
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Batch, Feed
 from adclr.data.sources import ImageFolder, Subset
-from adclr.data.views import BatchPlan, plan_batch
+from adclr.data.view_plan import BatchPlan, plan_batch
 from adclr.features.reader import ImageReader, center_crop
 from tiny import tiny
 

@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.augment import render
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.system.runs import Run
 from tiny import TINY, Adclr, tiny, words
 

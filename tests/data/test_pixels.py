@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sets import scenes
 from adclr.data.sets.pixels import IGNORE, check, open_segmented

@@ -8,7 +8,7 @@ from PIL import Image
 
 from adclr.data.sets import scenes
 from adclr.demo import query_boxes
-from adclr.features.pictures import viridis
+from adclr.features.drawing import viridis
 
 
 def test_a_scene_is_a_function_of_its_numbers() -> None:

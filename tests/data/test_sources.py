@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
 from adclr.system import progress

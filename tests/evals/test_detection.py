@@ -13,7 +13,7 @@ import pytest
 import torch
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.coco import fill_mask, open_instances
 from adclr.evals import detection, mask_rcnn
 from adclr.evals.detection import Examples, Settings

@@ -11,18 +11,18 @@ import pytest
 
 import adclr as package
 from adclr import cli, evals
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.evals import mask_rcnn
 from dense_scenes import instances, saved, segmented
 
-NAMES = sections.recipe_names("evaluate")
+NAMES = parsing.recipe_names("evaluate")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
-    lines = sections.recipe_text(name, "evaluate").splitlines()
+    lines = parsing.recipe_text(name, "evaluate").splitlines()
     assert lines[0].startswith("# ")
     for line, word in zip(lines[1:4], ("# command:", "# cost:", "# expected:"), strict=True):
         assert line.startswith(word)
@@ -30,8 +30,8 @@ def test_every_recipe_opens_with_command_cost_and_score(name: str) -> None:
     evaluation = name.split("_")[0]
     assert f"evaluate {evaluation} " in lines[1]
     assert lines[1].endswith(f"--recipe {name}")
-    defaults = sections.build(evals.import_evaluation(evaluation).Settings)
-    assert sections.differences(defaults, sections.build(type(defaults), sections.load_recipe(name, "evaluate"))) or (
+    defaults = parsing.build(evals.import_evaluation(evaluation).Settings)
+    assert parsing.differences(defaults, parsing.build(type(defaults), parsing.load_recipe(name, "evaluate"))) or (
         name in ("segmentation_linear", "detection_1x")  # which name the defaults
     )
 
@@ -77,12 +77,12 @@ def test_every_command_and_setting_of_the_page_is_understood() -> None:
     for line in lines:
         words = shlex.split(line)[1:]
         options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
-        values = sections.parse_words([word for word in words if cli.WORD.match(word)])
+        values = parsing.parse_words([word for word in words if cli.WORD.match(word)])
         if options.command == "pretrain":
-            sections.build(Settings, sections.load_recipe(options.recipe), values)
+            parsing.build(Settings, parsing.load_recipe(options.recipe), values)
         else:
             chosen = evals.import_evaluation(options.name).Settings
-            sections.build(chosen, evals.load_recipe(options.name, options.recipe), values)
+            parsing.build(chosen, evals.load_recipe(options.name, options.recipe), values)
     dense = [evals.import_evaluation(name).Settings for name in ("incontext", "segmentation", "detection", "video")]
     known = {field for chosen in dense for field in chosen.model_fields}
     for word in re.findall(r"`(\w+)=[^`]*`", text):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import finetune
 from adclr.evals.finetune import Classifier

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import accuracy, knn
-from adclr.features.pictures import viridis
+from adclr.features.drawing import viridis
 from adclr.features.reader import center_crop, resize
 from adclr.weights.backbone import Weights, create_backbone
 

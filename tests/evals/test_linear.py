@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.augment import crop
-from adclr.data.draws import Draws, crop_boxes
+from adclr.data.random_draws import Draws, crop_boxes
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import linear
 from adclr.evals.crops import ASPECT, Crops, fit_batch_size

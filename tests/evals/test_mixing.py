@@ -12,7 +12,7 @@ from PIL import Image
 from timm.data import auto_augment, mixup
 from torch import Tensor
 
-from adclr.data.draws import Draws
+from adclr.data.random_draws import Draws
 from adclr.data.sets import scenes
 from adclr.evals import randaugment as ra
 from adclr.evals.mixing import Eraser, Mix, draw_mix, drop_path_scales, smooth_labels

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adclr.data.draws import Draws
 from adclr.data.packed import pack
+from adclr.data.random_draws import Draws
 from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals.scaled_crops import NUM_COLOR_DRAWS, TRIES, CropPlan, ScaledCrops, crop, distort_colors
 from dense_scenes import backbone, segmented, striped

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals import iou, segmentation

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 import adclr as package
 from adclr import cli
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sets import public
 from adclr.data.sets.classes import open_labeled
@@ -341,8 +341,8 @@ def test_every_command_of_the_page_is_understood() -> None:
         options = cli.parser().parse_args([word for word in words if not cli.WORD.match(word)])
         assert options.weights
         assert options.data
-        values = sections.parse_words([word for word in words if cli.WORD.match(word)])
-        sections.build(import_evaluation(options.name).Settings, values)
+        values = parsing.parse_words([word for word in words if cli.WORD.match(word)])
+        parsing.build(import_evaluation(options.name).Settings, values)
     for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE):
         named = set(re.findall(r"`(\w+)`", row))
         assert any(named <= set(import_evaluation(name).Settings.model_fields) for name in NAMES), row

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import davis
 from adclr.evals import video
 from adclr.evals.video import Settings, boundary, contour, dilate, neighborhood, propagate, region, resized_size

@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 
 import adclr as package
 from adclr import report
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, launch, schedules
@@ -273,9 +273,7 @@ def test_recipes_and_words_are_data(images: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError):
             launch.prepare(images / "train", tmp_path / "run", tmp_path / "r.yaml")
         with pytest.raises(UserError):
-            sections.build(
-                Settings, sections.parse_words([f"train.epochs={make(tmp_path / CANARY).decode('latin-1')}"])
-            )
+            parsing.build(Settings, parsing.parse_words([f"train.epochs={make(tmp_path / CANARY).decode('latin-1')}"]))
     assert not (tmp_path / CANARY).exists()
 
 
@@ -366,12 +364,12 @@ def test_mutated_weights_are_read_or_refused(made: Path, tmp_path: Path, count: 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_mutated_recipes_are_read_or_refused(tmp_path: Path, count: int) -> None:
-    texts = [sections.recipe_text(name).encode() for name in sections.recipe_names()]
+    texts = [parsing.recipe_text(name).encode() for name in parsing.recipe_names()]
     rng, refused = random.Random(0), 0
     with no_growth():
         for _ in range(count):
             (tmp_path / "r.yaml").write_bytes(mutated(rng.choice(texts), rng))
-            message = refusal(lambda: sections.build(Settings, sections.load_recipe(str(tmp_path / "r.yaml"))))
+            message = refusal(lambda: parsing.build(Settings, parsing.load_recipe(str(tmp_path / "r.yaml"))))
             refused += bool(message)
             assert "\n" not in message
     assert refused > 0.2 * count

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.evals import knn
 from adclr.system import machine
@@ -263,7 +263,7 @@ def test_yaml_is_data(tmp_path: Path) -> None:
     ):
         recipe.write_text(text)
         with pytest.raises(UserError, match=message):
-            sections.build(Settings, sections.load_recipe(str(recipe)))
+            parsing.build(Settings, parsing.load_recipe(str(recipe)))
 
 
 def test_names_are_not_given_twice_or_in_the_wrong_place(images: Path, tmp_path: Path) -> None:

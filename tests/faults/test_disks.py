@@ -17,7 +17,7 @@ import torch
 import adclr as package
 import lives
 import soak
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint
 from adclr.training.checkpoint_writer import Writer

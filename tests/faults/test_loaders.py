@@ -14,13 +14,13 @@ import pytest
 
 import adclr as package
 import lives
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import collection
 from adclr.data import feed as feeds
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.system import threads
 from adclr.system.threads import StalledError, ThreadPool, wait_for
 from tiny import TINY, tiny

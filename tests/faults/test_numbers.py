@@ -15,9 +15,9 @@ from torch import Tensor
 
 import adclr as package
 import lives
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import batches
-from adclr.data.draws import key_of
+from adclr.data.random_draws import key_of
 from adclr.model.losses import Center
 from adclr.model.method import ADCLR
 from adclr.system.runs import Run

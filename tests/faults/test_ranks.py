@@ -90,7 +90,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, {tests!r})
 from adclr.system import distributed
 from adclr.training import job, micro_batch, schedules
-from adclr.training.sharding import Sharded
+from adclr.training.fsdp import Sharded
 from adclr.training.step import Step
 from tiny import tiny
 cpu = torch.device("cpu")
@@ -139,7 +139,7 @@ import hashlib, sys, torch
 sys.path.insert(0, {tests!r})
 from adclr.system import distributed
 from adclr.training import checkpoint, job, micro_batch, schedules
-from adclr.training.sharding import Sharded
+from adclr.training.fsdp import Sharded
 from adclr.training.step import Step
 from tiny import tiny
 cpu, values = torch.device("cpu"), schedules.Values(0.01, 0.1, 0.9, 0.05, False)
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_takes_the_run_down_and_its_checkpoint_stays(im
 def test_the_reason_of_a_process_that_fails_is_shown_first(images: Path, tmp_path: Path) -> None:
     before = """
 import os, adclr.training.journal as j
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 step = j.Journal.step
 def failing(self, done, *rest):
     step(self, done, *rest)

@@ -21,7 +21,7 @@ from safetensors.torch import save as standard
 
 import adclr as package
 import lives
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system.runs import Run
 from adclr.training import checkpoint
 from adclr.training.checkpoint_writer import Writer

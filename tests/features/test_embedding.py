@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 
 import adclr as package
 from adclr import cli
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sources import ImageFolder
-from adclr.features import embedding, parts, reader
+from adclr.features import embedding, embedding_files, reader
 from adclr.features.embedding import Network
-from adclr.features.parts import Parts
+from adclr.features.embedding_files import Parts
 from adclr.features.reader import SameSize, center_crop, whole_image
 from adclr.weights.backbone import Weights, architecture, architecture_of, load_weights, save_backbone
 from tiny import Adclr, tiny
@@ -217,7 +217,7 @@ def test_any_source_is_taken_and_any_name(weights: Path, photos: Path, tmp_path:
 
 KILLER = """
 import os, signal, sys
-import adclr.features.parts as p
+import adclr.features.embedding_files as p
 from adclr.cli import main
 where = sys.argv[1]
 def dead(at, real):
@@ -271,7 +271,7 @@ def test_a_killed_embedding_goes_on(
 def test_a_full_disk_is_one_sentence_and_no_loss(
     weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, written = parts._write_safetensors, []
+    real, written = embedding_files._write_safetensors, []
 
     def full(path: Path, rows: Any) -> Any:
         written.append(path)
@@ -280,7 +280,7 @@ def test_a_full_disk_is_one_sentence_and_no_loss(
             raise SafetensorError("No space left on device")
         return real(path, rows)
 
-    monkeypatch.setattr(parts, "_write_safetensors", full)
+    monkeypatch.setattr(embedding_files, "_write_safetensors", full)
     settings: dict[str, Any] = {"dense": True, "part_size": 4, "batch_size": 4}
     with pytest.raises(UserError, match=r"part-000002.safetensors cannot be written \(No space left on device\)"):
         package.embed(weights, photos, out=tmp_path / "maps", **settings)

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
 from adclr.data.sources import Files, ImageFolder
 from adclr.features import analysis, explorer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import nvjpeg
 from adclr.data.augment import frame_kernels
 from adclr.data.cache import Store

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr.config.sections import UserError, build
-from adclr.features import analysis, figures, pictures, visualize
-from adclr.features.pictures import Cell, ColorBar
+from adclr.config.parsing import UserError, build
+from adclr.features import analysis, drawing, figures, visualize
+from adclr.features.drawing import Cell, ColorBar
 from adclr.features.visualize import FIGURES
 from adclr.training import launch, loop
 from tiny import TINY, Adclr
@@ -107,8 +107,8 @@ def test_at_448_pixels_nothing_is_drawn_smaller_than_it_was_seen(
 ) -> None:
     draw(name, coarse, [photos / "cat/a.png"] * 2, tmp_path, size=448)  # twice as wide as high
     with Image.open(tmp_path / f"0001_a.{name}.png") as picture:
-        between = 896 // 12 - pictures.GAP if name == "match" else 0  # of the two images that lines join
-        assert picture.width == 2 * pictures.PAD + columns * 896 + (columns - 1) * pictures.GAP + between
+        between = 896 // 12 - drawing.GAP if name == "match" else 0  # of the two images that lines join
+        assert picture.width == 2 * drawing.PAD + columns * 896 + (columns - 1) * drawing.GAP + between
         assert picture.height > 448
         assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 1000
 
@@ -117,7 +117,7 @@ def test_what_is_not_on_the_sheet_is_said(
     coarse: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, str] = {}
-    sheet = pictures.compose_sheet
+    sheet = drawing.compose_sheet
 
     def noted(rows: list[list[Cell]], *given: object, **named: object) -> Image.Image:
         found = sheet(rows, *given, **named)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_what_is_not_on_the_sheet_is_said(
         said[f"{len(rows)}x{len(rows[0])}"] = " ".join(words)
         return found
 
-    monkeypatch.setattr(pictures, "compose_sheet", noted)
+    monkeypatch.setattr(drawing, "compose_sheet", noted)
     draw("attention", coarse, images / "train", tmp_path, num_images=26)
     assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in capsys.readouterr().out
     assert "24 of 26 images, spread over them, and heads 0 to 5 of 8" in said["24x9"]
@@ -147,13 +147,13 @@ def test_sheets_have_images_from_the_whole_collection(
     """The order is that of names, which is often that of classes or of time."""
     names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
     shown: list[str] = []
-    sheet = pictures.compose_sheet
+    sheet = drawing.compose_sheet
 
     def noted(cells: list[list[Cell]], *given: Any, **named: Any) -> Image.Image:
         shown[:] = given[0] if given else [cell.title for row in cells for cell in row if cell.title]
         return sheet(cells, *given, **named)
 
-    monkeypatch.setattr(pictures, "compose_sheet", noted)
+    monkeypatch.setattr(drawing, "compose_sheet", noted)
     monkeypatch.setattr(figures, "MAX_ON_SHEET", 4)
     draw(name, run, images / "train", tmp_path, num_images=8, **({"across": 0} if name == "queries" else {}))
     assert len(shown) == 4  # of the sheet, which is drawn last
@@ -212,7 +212,7 @@ def test_mistakes_are_said_before_anything_is_written(run: Path, photos: Path, t
 
 def test_a_gray_network_and_many_bands_can_be_seen() -> None:
     for channels in (1, 5):
-        image = pictures.display_image(np.zeros((channels, 8, 12), np.uint8), 24)
+        image = drawing.display_image(np.zeros((channels, 8, 12), np.uint8), 24)
         assert image.size == (24, 16)
         assert image.mode == "RGB"
 
@@ -220,23 +220,23 @@ def test_a_gray_network_and_many_bands_can_be_seen() -> None:
 def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
     image = Image.new("RGB", (64, 64), "gray")
     flat = np.asarray(
-        pictures.overlay_attention(image, np.full((8, 8), 1.0, np.float32) + 0.01 * np.eye(8, dtype=np.float32))
+        drawing.overlay_attention(image, np.full((8, 8), 1.0, np.float32) + 0.01 * np.eye(8, dtype=np.float32))
     )
-    peaked = np.asarray(pictures.overlay_attention(image, np.eye(8, dtype=np.float32) * 8))
+    peaked = np.asarray(drawing.overlay_attention(image, np.eye(8, dtype=np.float32) * 8))
     assert np.ptp(flat.astype(int), axis=(0, 1)).max() < 6
     assert np.ptp(peaked.astype(int), axis=(0, 1)).max() > 100
 
 
 def test_the_colours_rise_in_brightness() -> None:
     """So that they read in gray and for every kind of color-blindness."""
-    colors = pictures.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
+    colors = drawing.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
     brightness = colors @ [0.299, 0.587, 0.114]
     assert (np.diff(brightness) > 0).all()
 
 
 def test_a_sheet_has_room_for_its_words() -> None:
     cell = Cell(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
-    made = pictures.compose_sheet(
+    made = drawing.compose_sheet(
         [[cell, cell], [cell]], ["one", "two/" + "x" * 400], ColorBar("0", "1", "what it means " * 40)
     )
     assert made.width < 160 * 2 + 220 + 60
@@ -248,7 +248,7 @@ def test_warping_by_the_places_themselves_changes_nothing() -> None:
     rng = np.random.default_rng(1)
     image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
     same = analysis.patch_centers((8, 12)).reshape(8, 12, 2)
-    assert np.array_equal(np.asarray(pictures.warped(image, image, same)), np.asarray(image))
+    assert np.array_equal(np.asarray(drawing.warped(image, image, same)), np.asarray(image))
     right = same + np.array([4 / 48, 0], np.float32)  # what is here lies four pixels to the right there
-    moved = np.asarray(pictures.warped(image, image, right))
+    moved = np.asarray(drawing.warped(image, image, right))
     assert np.abs(moved[:, :-4].astype(int) - np.asarray(image)[:, 4:]).max() <= 1

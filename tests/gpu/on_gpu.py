@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from adclr.config.sections import build
+from adclr.config.parsing import build
 from adclr.config.settings import Settings
 from adclr.data.augment import render
-from adclr.data.draws import key_of
 from adclr.data.packed import pack
+from adclr.data.random_draws import key_of
 from adclr.data.sets import scenes
-from adclr.data.views import plan_batch
-from adclr.model.views import Views
+from adclr.data.view_plan import plan_batch
+from adclr.model.view_tensors import Views
 from tiny import TINY
 
 CUDA = torch.device("cuda")

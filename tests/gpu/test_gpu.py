@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 import adclr as package
-from adclr.config.sections import build
+from adclr.config.parsing import build
 from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.feed import Batch
 from adclr.data.sets import scenes
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.model.blocks import QueryKeys
 from adclr.model.ops import head_loss
 from adclr.system.machine import GIB

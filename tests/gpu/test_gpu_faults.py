@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr.config.sections import build
+from adclr.config.parsing import build
 from adclr.config.settings import Settings
 from adclr.system.runs import Run
 from adclr.training import checkpoint, job, launch, replay, schedules
 from adclr.training.checkpoint_writer import Writer
-from adclr.training.health import measure_health
+from adclr.training.health_metrics import measure_health
 from adclr.training.meter import Meter
 from adclr.training.step import Step
 from on_gpu import CUDA, default_views, write_scenes

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from adclr.data.augment import crop
-from adclr.data.draws import Draws, crop_boxes
 from adclr.data.packed import pack
+from adclr.data.random_draws import Draws, crop_boxes
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import finetune, linear
 from adclr.evals.mixing import Eraser

@@ -13,7 +13,7 @@ from torch import Tensor
 from adclr.model.losses import Center
 from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.ops.head_loss import Part
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from kernel_device import DEVICE, needs_interpreter
 from test_method import METHODS, make, make_views
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import adclr as package
-from adclr.data.draws import Draws
+from adclr.data.random_draws import Draws
 from adclr.evals import matching
 from adclr.report import health
 from adclr.training.probe import summarize

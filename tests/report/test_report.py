@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from adclr import report
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sources import ImageFolder
 from adclr.features import analysis
 from adclr.report import charts

@@ -17,11 +17,11 @@ from typing import IO
 
 import pytest
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
-from adclr.study.outline import read_study
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, list_gpus, run_cells
+from adclr.study.study_file import read_study
 from studied import KNN, study
 from tiny import TINY, Adclr
 

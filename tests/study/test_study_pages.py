@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.study import figure, table
-from adclr.study.outline import read_study
+from adclr.study.study_file import read_study
 from adclr.study.table import Sample
 from studied import KNN, store_results, study
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system import optional
 
 

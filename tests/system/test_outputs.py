@@ -15,7 +15,7 @@ from PIL import Image
 
 import adclr as package
 from adclr import cli, demo
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.collection import open_source
 from adclr.data.sources import Files, ImageFolder
 from adclr.system import outputs

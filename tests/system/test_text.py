@@ -12,8 +12,8 @@ from PIL import Image, ImageFont
 
 from adclr import cli
 from adclr.evals.accuracy import draw_confusion
-from adclr.features import pictures
-from adclr.features.pictures import Cell
+from adclr.features import drawing
+from adclr.features.drawing import Cell
 from adclr.system import fonts
 from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
@@ -123,8 +123,8 @@ def no_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def name_of_row(name: str) -> Image.Image:
     """What a sheet draws beside a row."""
-    sheet = pictures.compose_sheet([[Cell(Image.new("RGB", (60, 60), "white"))]], [name])
-    return sheet.crop((0, 0, sheet.width - 60 - pictures.PAD, sheet.height))
+    sheet = drawing.compose_sheet([[Cell(Image.new("RGB", (60, 60), "white"))]], [name])
+    return sheet.crop((0, 0, sheet.width - 60 - drawing.PAD, sheet.height))
 
 
 @pytest.mark.skipif(not DEJAVU, reason="DejaVu is not installed here")

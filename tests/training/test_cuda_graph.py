@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model.ops import attention
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
 from adclr.training.cuda_graph import RecordedStep, RecordingError
 from adclr.training.step import Step
@@ -233,7 +233,7 @@ def test_runs_that_are_compared_on_a_gpu_are_of_the_kernels(
     """The settings of tests/gpu, which cannot run here: heads as wide as the kernels take them, and losses that are."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "gpu")
     told = importlib.import_module("on_gpu").for_kernels(masked_weight=masked_weight, device="cpu", deterministic=True)
-    settings = sections.build(Settings, told)
+    settings = parsing.build(Settings, told)
     dim, _, heads = settings.model.shape
     assert dim // heads in attention.HEAD_WIDTHS
     losses = job.build(settings)(micro_batch.random_views(settings, 2, torch.device("cpu")), 0.05)

@@ -10,7 +10,7 @@ import torch
 
 from adclr.model.losses import sinkhorn
 from adclr.training import job, micro_batch
-from adclr.training.health import _measure_targets, measure_health
+from adclr.training.health_metrics import _measure_targets, measure_health
 from tiny import tiny
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import yaml
 
 import adclr as package
 from adclr import cli
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.study.outline import read_study
+from adclr.study.study_file import read_study
 from adclr.system.runs import Run
 from adclr.training import launch
 from studied import study
@@ -25,7 +25,7 @@ IN_EPOCHS = ("optim.warmup_epochs", "method.teacher_temperature_warmup_epochs", 
 
 
 def lengths(settings: Settings) -> tuple[float, ...]:
-    flat = sections.flatten(settings.model_dump())
+    flat = parsing.flatten(settings.model_dump())
     return tuple(flat[path] for path in IN_EPOCHS)
 
 
@@ -69,17 +69,17 @@ def test_what_the_user_sets_is_not_scaled() -> None:
         launch.resolve_settings({}, {"epochs": "many"})
 
 
-@pytest.mark.parametrize("name", sections.recipe_names())
+@pytest.mark.parametrize("name", parsing.recipe_names())
 def test_recipes_are_left_as_they_are(name: str) -> None:
-    recipe = sections.load_recipe(name)
-    assert launch.resolve_settings(recipe, {}) == sections.build(Settings, recipe)
+    recipe = parsing.load_recipe(name)
+    assert launch.resolve_settings(recipe, {}) == parsing.build(Settings, recipe)
 
 
 def test_a_study_and_its_runs_scale_alike(tmp_path: Path) -> None:
     file = study(tmp_path, recipe="adclr_small", settings={"train.epochs": 4})
     (cell,) = read_study(file).cells
     assert lengths(cell.settings) == (0.2, 0.6, 1)
-    assert lengths(launch.resolve_settings(sections.load_recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
+    assert lengths(launch.resolve_settings(parsing.load_recipe(cell.recipe), cell.overrides)) == lengths(cell.settings)
 
 
 def test_a_run_from_before_lengths_were_scaled_is_resumed(images: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adclr as package
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import batches
 from adclr.system.runs import Run
@@ -377,14 +377,14 @@ def test_a_student_learns_what_a_teacher_that_stands_still_says(images: Path, tm
 
 def test_settings_build_the_method_they_describe() -> None:
     def names(**changes: Any) -> set[str]:
-        settings = sections.build(Settings, TINY, changes)
+        settings = parsing.build(Settings, TINY, changes)
         return set(job.build(settings).student.state_dict())
 
     assert "backbone.reg_token" in names(num_registers=2)
     assert "backbone.blocks.0.ls1.gamma" in names(layer_scale=0.1)
-    a = job.build(sections.build(Settings, TINY))
-    b = job.build(sections.build(Settings, TINY))
-    c = job.build(sections.build(Settings, TINY, {"seed": 1}))
+    a = job.build(parsing.build(Settings, TINY))
+    b = job.build(parsing.build(Settings, TINY))
+    c = job.build(parsing.build(Settings, TINY, {"seed": 1}))
     assert torch.equal(a.student.backbone.pos_embed, b.student.backbone.pos_embed)
     assert not torch.equal(a.student.backbone.pos_embed, c.student.backbone.pos_embed)
 

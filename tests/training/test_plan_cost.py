@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import adclr as package
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.training import job, micro_batch, plan_cost
 from tiny import TINY, tiny
@@ -70,13 +70,13 @@ def test_activations_computed_again_are_those_torch_counts(case: dict[str, Any])
 
 
 def test_a_query_costs_what_it_asks_and_no_more() -> None:
-    few, many = (plan_cost.flops(sections.build(Settings, {"num_queries": count})).step for count in (0, 10))
+    few, many = (plan_cost.flops(parsing.build(Settings, {"num_queries": count})).step for count in (0, 10))
     assert 1.02 < many / few < 1.10
-    small = plan_cost.flops(sections.build(Settings, sections.load_recipe("dino_vits16")))
+    small = plan_cost.flops(parsing.build(Settings, parsing.load_recipe("dino_vits16")))
     # ViT-S/16 at 224 pixels is known as 4.6 G multiply-adds, here without the end of the last block for 196 patches;
     # the teacher reads two images, and has its head
     assert small.teacher == pytest.approx(2 * (2 * 4.6e9 - 18 * 384**2 * 196), rel=0.02)
-    base = plan_cost.flops(sections.build(Settings, sections.load_recipe("adclr_vitb16")))
+    base = plan_cost.flops(parsing.build(Settings, parsing.load_recipe("adclr_vitb16")))
     assert 3.5 < base.step / small.step < 4.2
 
 
@@ -93,7 +93,7 @@ def test_parameters_are_counted_exactly(case: dict[str, Any]) -> None:
 
 def test_parameters_of_the_known_sizes() -> None:
     for recipe, millions in (("adclr_vits16", 21.67), ("adclr_vitb16", 85.80)):
-        found = plan_cost.parameters(sections.build(Settings, sections.load_recipe(recipe)))
+        found = plan_cost.parameters(parsing.build(Settings, parsing.load_recipe(recipe)))
         assert found.backbone / 1e6 == pytest.approx(millions, abs=0.01)
 
 
@@ -101,7 +101,7 @@ def test_parameters_of_the_known_sizes() -> None:
 def test_disk_is_what_a_run_takes(images: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     told = TINY | {"dim": 32, "num_prototypes": 512, "freeze_last_layer_epochs": 0} | changes
     run = package.pretrain(images / "train", out=tmp_path / "run", **told)
-    settings = sections.build(Settings, told)
+    settings = parsing.build(Settings, told)
     folder = run.checkpoints / "latest"
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert plan_cost.checkpoint_bytes(settings) == pytest.approx(size, rel=0.03)
@@ -120,15 +120,15 @@ def gib_of(settings: Settings, batch: int) -> float:
 def test_the_model_of_memory_gives_what_was_measured() -> None:
     """GiB of whole steps on an H200, from docs/performance.md."""
     for recipe, batch, gib in (("adclr_vits16", 256, 23.2), ("adclr_vits16", 64, 7.0), ("adclr_vitb16", 128, 23.4)):
-        assert gib_of(sections.build(Settings, sections.load_recipe(recipe)), batch) == pytest.approx(gib, rel=0.05), (
+        assert gib_of(parsing.build(Settings, parsing.load_recipe(recipe)), batch) == pytest.approx(gib, rel=0.05), (
             recipe
         )
 
 
 def test_what_is_computed_again_is_not_kept_and_what_is_not_recorded_is_not_copied() -> None:
-    recipe = sections.load_recipe("adclr_vits16")
+    recipe = parsing.load_recipe("adclr_vits16")
     usual, again, unrecorded = (
-        gib_of(sections.build(Settings, recipe, changes), 256)
+        gib_of(parsing.build(Settings, recipe, changes), 256)
         for changes in ({}, {"checkpoint_activations": True}, {"cuda_graph": "off"})
     )
     assert unrecorded == pytest.approx(22.6, rel=0.05)  # "not recorded as a CUDA graph" of docs/performance.md

@@ -16,13 +16,13 @@ import torch
 
 import adclr as package
 from adclr import cli
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Feed
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from adclr.system import machine
 from adclr.training import launch, micro_batch, plan_cost, plan_gpus, plan_trial, planning
 from adclr.training.step import Step
@@ -128,12 +128,12 @@ def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: 
     size = sum(path.stat().st_size for path in (run.checkpoints / "latest").iterdir())
     assert plan["disk"]["checkpoint_gb"] * 1e9 == pytest.approx(size, rel=0.05)
     assert plan["disk"]["index_gb"] * 1e9 == pytest.approx((run.path / launch.INDEX).stat().st_size, abs=2000)
-    assert plan["settings"] == sections.build(Settings, plan["settings"]).model_dump(mode="json")
+    assert plan["settings"] == parsing.build(Settings, plan["settings"]).model_dump(mode="json")
     assert plan["provenance"]["adclr"] == package.__version__
 
 
 def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = sections.build(Settings, sections.load_recipe("adclr_vits16"))
+    settings = parsing.build(Settings, parsing.load_recipe("adclr_vits16"))
     plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
     text = capsys.readouterr().out
     assert "ESTIMATED, not measured, for H200" in text

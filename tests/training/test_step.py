@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 import adclr as package
-from adclr.config import sections
+from adclr.config import parsing
 from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.batches import drop_path_seed
 from adclr.data.decode import Decoder
-from adclr.data.draws import epoch_order
 from adclr.data.packed import pack
+from adclr.data.random_draws import epoch_order
 from adclr.data.sources import ImageFolder
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.model.losses import Center
 from adclr.model.method import ADCLR
 from adclr.training import job
@@ -95,7 +95,7 @@ def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
 
 
 def test_training_is_the_loop_written_out(images: Path, tmp_path: Path) -> None:
-    settings = sections.build(Settings, sections.load_recipe("adclr_vits16"), TINY, CHANGES)
+    settings = parsing.build(Settings, parsing.load_recipe("adclr_vits16"), TINY, CHANGES)
     run = package.pretrain(images / "train", out=tmp_path / "run", recipe="adclr_vits16", **(TINY | CHANGES))
     method, losses = written_out(settings, images / "train")
     rows = [row["loss"] for row in run.rows("metrics.jsonl")]
@@ -152,7 +152,7 @@ def test_defaults_are_the_papers() -> None:
     assert (o.lr, o.final_lr, o.warmup_epochs, o.betas) == (5e-4, 1e-6, 10, (0.9, 0.999))
     assert (o.weight_decay, o.weight_decay_end, o.clip_norm, o.freeze_last_layer_epochs) == (0.04, 0.4, 3.0, 1)
     assert (s.train.batch_size, s.data.mean, s.data.std) == (1024, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    b = sections.build(Settings, sections.load_recipe("adclr_vitb16"))
+    b = parsing.build(Settings, parsing.load_recipe("adclr_vitb16"))
     assert (b.model.shape, b.optim.lr, b.optim.final_lr, b.optim.clip_norm) == ((768, 12, 12), 7.5e-4, 2e-6, 0.3)
     assert (b.optim.freeze_last_layer_epochs, b.method.teacher_temperature_warmup_epochs) == (3, 50)
     assert b.method.train_gain is False

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import adclr as package
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.model.vit import VisionTransformer
 from adclr.weights.backbone import Weights, architecture_of, load_weights
 from foreign import SIZE, State, backbone, chunked, dinov2, mae, prefixed, projection_head, sines, state_of

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import adclr as package
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.features import reader
 from adclr.model.vit import PositionResampling, VisionTransformer
 from adclr.weights import export as room

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.weights.backbone import load_weights
 from adclr.weights.tensors import kind_of, read_torch
 from foreign import backbone, dinov2, prefixed, state_of

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.weights.backbone import load_weights
 
 SHAPE: dict[str, Any] = {

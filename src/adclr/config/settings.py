@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from adclr.config.sections import (
+from adclr.config.parsing import (
     VIT_SIZES,
     Beta,
     Count,

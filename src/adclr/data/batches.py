@@ -1,8 +1,8 @@
 """The batches of a pretraining, from top to bottom: order -> decode -> plan -> render -> prefetch.
 
-order     which images a step is shown is a function of (seed, epoch, key)      here, `draws.epoch_order`
+order     which images a step is shown is a function of (seed, epoch, key)      here, `random_draws.epoch_order`
 decode    threads read and decode these images, or take them from the cache     `feed.Feed`
-plan      boxes, jitter and masks of their crops, numbers only                  `views.plan_batch`
+plan      boxes, jitter and masks of their crops, numbers only                  `view_plan.plan_batch`
 render    the crops are cut out, resized and altered on the training device     `augment.render`
 prefetch  on a GPU all this is done while the step before runs                  `prefetch.Prefetcher`
 """
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
 from adclr.data.augment import render
-from adclr.data.draws import combine, epoch_order
 from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Prefetcher
-from adclr.data.views import BatchPlan, plan_batch
-from adclr.model.views import Views
+from adclr.data.random_draws import combine, epoch_order
+from adclr.data.view_plan import BatchPlan, plan_batch
+from adclr.model.view_tensors import Views
 from adclr.system import distributed
 
 Order = Iterable[tuple[int, NDArray[np.int64]]]  # epoch and indices of the images of each micro-batch

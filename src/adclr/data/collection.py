@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from adclr.config.auto import Choice, choose
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.huggingface import HuggingFace
-from adclr.data.shards import TarShards
 from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
+from adclr.data.tar_shards import TarShards
 from adclr.system.machine import gpu_bytes
 from adclr.system.threads import ThreadPool, wait_for
 

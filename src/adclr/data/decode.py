@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.jpeg import Header, read_header
 from adclr.system import optional
 

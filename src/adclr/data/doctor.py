@@ -19,13 +19,13 @@ from PIL import Image
 from pydantic import Field
 
 from adclr.config import auto
-from adclr.config.sections import Count, Section, UserError
+from adclr.config.parsing import Count, Section, UserError
 from adclr.config.settings import Data
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
-from adclr.data.shards import TarShards
 from adclr.data.sources import Source, error_reason
+from adclr.data.tar_shards import TarShards
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count

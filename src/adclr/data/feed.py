@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import cache
 from adclr.data.cache import Store
 from adclr.data.decode import Pixels, Unreadable
-from adclr.data.draws import Keys
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed, pack
+from adclr.data.random_draws import Keys
 from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.system import distributed, machine
 from adclr.system.threads import NUM_ASSEMBLERS, load_in_order

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sources import Source, is_searched
 from adclr.system.optional import require
 

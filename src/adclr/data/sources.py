@@ -21,8 +21,8 @@ from typing import Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
-from adclr.data.draws import Keys, key_of
+from adclr.config.parsing import UserError
+from adclr.data.random_draws import Keys, key_of
 from adclr.system.files import write_atomically
 from adclr.system.progress import ProgressCount
 from adclr.system.text import printable

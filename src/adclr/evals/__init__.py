@@ -15,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.data.sources import is_searched
-from adclr.evals import wording
+from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
@@ -56,12 +56,12 @@ def load_recipe(name: str, chosen: str | None) -> dict[str, Any]:
         return {}
     if not chosen.endswith((".yaml", ".yml")) and not chosen.startswith(f"{name}_"):
         raise UserError(f"recipe '{chosen}' is not one of {name}{recipe_hint(name) or ', which has none'}")
-    return sections.load_recipe(chosen, "evaluate")
+    return parsing.load_recipe(chosen, "evaluate")
 
 
 def recipe_hint(name: str) -> str:
     """Return the names of the recipes of an evaluation in parentheses, or nothing if it has none."""
-    recipes = [recipe for recipe in sections.recipe_names("evaluate") if recipe.startswith(f"{name}_")]
+    recipes = [recipe for recipe in parsing.recipe_names("evaluate") if recipe.startswith(f"{name}_")]
     return f" (recipes: {', '.join(recipes)})" if recipes else ""
 
 
@@ -80,7 +80,7 @@ def evaluate(
     if isinstance(data, list | tuple):
         settings["data"] = [os.fspath(path) for path in data]
     layers = load_recipe(name, None if recipe is None else os.fspath(recipe)), settings
-    all_settings = sections.build(import_evaluation(name).Settings, *layers)
+    all_settings = parsing.build(import_evaluation(name).Settings, *layers)
     return run_evaluation(name, all_settings, None if out is None else Path(out), overwrite=overwrite)
 
 
@@ -101,7 +101,7 @@ def run_evaluation(
             seconds = round(time.monotonic() - started, 1)
             if say:
                 print(f"{printable_lines(format_scores(scores))}\n{seconds:.0f} seconds")
-                for line in wording.compare_with_control(name, settings, scores, *_controls(name, settings, out)):
+                for line in score_text.compare_with_control(name, settings, scores, *_controls(name, settings, out)):
                     print(line)
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
@@ -161,7 +161,7 @@ def format_scores(scores: dict[str, Any]) -> str:
     lines = []
     for key, value in scores.items():
         if isinstance(value, float):
-            lines.append(f"{key:<{width}} {wording.with_unit(key, value)}")
+            lines.append(f"{key:<{width}} {score_text.with_unit(key, value)}")
         elif isinstance(value, str):
             lines.append(f"{key:<{width}} {value}")
     if "table" in scores:

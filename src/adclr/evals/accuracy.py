@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from adclr.data.sets.classes import LabeledImages
-from adclr.features.pictures import INK, PAPER, Cell, ColorBar, compose_sheet, viridis
+from adclr.features.drawing import INK, PAPER, Cell, ColorBar, compose_sheet, viridis
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
 from adclr.system.fonts import drawable_text

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.classes import Split
 from adclr.data.sources import Source
 from adclr.features.reader import Batch, ImageReader, center_crop, normalizer, split_batches

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Beta, Count, NonNegative, Positive, Ratio, Section, Share, Side, UserError, setting
-from adclr.data.draws import Draws, combine, key_of
+from adclr.config.parsing import Beta, Count, NonNegative, Positive, Ratio, Section, Share, Side, UserError, setting
 from adclr.data.prefetch import Prefetcher
+from adclr.data.random_draws import Draws, combine, key_of
 from adclr.data.sets.classes import LabeledImages
 from adclr.evals import trainer
 from adclr.evals.accuracy import accuracies, count_images

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, Side, UserError, setting
-from adclr.data.draws import Draws
+from adclr.config.parsing import Count, Positive, Side, UserError, setting
+from adclr.data.random_draws import Draws
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou
 from adclr.evals.features import count_unreadable

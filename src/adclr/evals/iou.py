@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets.pixels import IGNORE
 from adclr.system import distributed
 

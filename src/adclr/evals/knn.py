@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, Several
+from adclr.config.parsing import Count, Positive, Several
 from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.features import extract_features, readable_labels

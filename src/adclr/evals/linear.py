@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, Section, Several, Share, Side, setting
-from adclr.data.draws import Keys, combine, epoch_order, key_of
+from adclr.config.parsing import Count, Positive, Section, Several, Share, Side, setting
+from adclr.data.random_draws import Keys, combine, epoch_order, key_of
 from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.crops import Crops

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Device, Section, UserError, setting
+from adclr.config.parsing import Count, Device, Section, UserError, setting
 from adclr.data.collection import open_source
-from adclr.data.draws import Draws
+from adclr.data.random_draws import Draws
 from adclr.data.sources import Source, Subset
 from adclr.evals.task import check_inputs
 from adclr.features.reader import ImageReader, center_crop, normalizer, split_batches

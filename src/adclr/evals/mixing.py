@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adclr.data.draws import Draws, combine, crop_boxes, key_of
+from adclr.data.random_draws import Draws, combine, crop_boxes, key_of
 from adclr.system.devices import send
 
 AREA, ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)  # of the erased rectangle, as in timm

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals.frames import Frames
-from adclr.features.pictures import spread_evenly
+from adclr.features.drawing import spread_evenly
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
 from adclr.system.fonts import drawable_text

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adclr.data.augment.photometric import brightness, contrast, saturation
-from adclr.data.draws import Draws
+from adclr.data.random_draws import Draws
 from adclr.system.devices import send
 
 Floats = NDArray[np.float64]

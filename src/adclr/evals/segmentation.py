@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from adclr.config.sections import Count, Positive, Several, Side, UserError, setting
-from adclr.data.draws import Draws, combine, key_of
+from adclr.config.parsing import Count, Positive, Several, Side, UserError, setting
 from adclr.data.prefetch import Prefetcher
+from adclr.data.random_draws import Draws, combine, key_of
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer
 from adclr.evals.decoders import Fpn, Linear, Logits, UperNet

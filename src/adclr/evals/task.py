@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from adclr.config.sections import Device, Ratio, Section, UserError, setting
-from adclr.data.draws import combine, key_of
+from adclr.config.parsing import Device, Ratio, Section, UserError, setting
+from adclr.data.random_draws import combine, key_of
 from adclr.data.sets.classes import LabeledImages, open_labeled
 from adclr.data.sets.pixels import IGNORE, Segmented, check, open_segmented
 from adclr.model.vit import VisionTransformer

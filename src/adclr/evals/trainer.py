@@ -22,9 +22,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr.config.sections import Count, NonNegative, Positive, Section, Share, UserError, free_settings, setting
-from adclr.data.draws import combine
+from adclr.config.parsing import Count, NonNegative, Positive, Section, Share, UserError, free_settings, setting
 from adclr.data.prefetch import Prefetcher
+from adclr.data.random_draws import combine
 from adclr.model.compiled import compile_blocks
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed, outputs

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from adclr.config.sections import Several, UserError, setting
-from adclr.data import stamps
+from adclr.config.parsing import Several, UserError, setting
+from adclr.data import file_stamps
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sets.public import KINDS
 from adclr.evals import finetune, linear
@@ -51,7 +51,7 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
         labeled = data_sets[name]
         row: dict[str, Any] = {"data": name, "classes": len(labeled.classes), "train": len(labeled.train.labels)}
         row["val"] = len(labeled.val.labels)
-        images = [stamps.fingerprint_files(split.source) for split in (labeled.train, labeled.val)]
+        images = [file_stamps.fingerprint_files(split.source) for split in (labeled.train, labeled.val)]
         for how in dict.fromkeys(settings.how):
             chosen = _settings_for(settings, how, data)
             identity = {"settings": chosen.model_dump(mode="json"), "start": start, "images": images}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config.sections import Count, Positive, Side, UserError, setting
+from adclr.config.parsing import Count, Positive, Side, UserError, setting
 from adclr.data.decode import Unreadable
 from adclr.data.sets import davis
 from adclr.data.sets.davis import Clip

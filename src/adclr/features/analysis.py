@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Pixels
-from adclr.data.draws import Draws, crop_boxes
+from adclr.data.random_draws import Draws, crop_boxes
 from adclr.features.reader import normalizer
 from adclr.model.vit import Memory, VisionTransformer
 from adclr.system.devices import send

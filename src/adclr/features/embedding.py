@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from adclr.config import sections
-from adclr.config.sections import Count, Device, Section, Side, UserError, setting
-from adclr.data import collection, stamps
+from adclr.config import parsing
+from adclr.config.parsing import Count, Device, Section, Side, UserError, setting
+from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
+from adclr.data.file_stamps import Check
 from adclr.data.sources import Source
-from adclr.data.stamps import Check
-from adclr.features.embedded import Format, PartStamps
-from adclr.features.parts import Parts
+from adclr.features.embedding_files import Parts
+from adclr.features.embedding_resume import Format, PartStamps
 from adclr.features.reader import (
     Batch,
     Framing,
@@ -102,7 +102,7 @@ def embed(
     **settings: Any,
 ) -> dict[str, Any]:
     """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
-    return run(str(weights), str(images), Path(out), dense, sections.build(Settings, settings), partial, overwrite)
+    return run(str(weights), str(images), Path(out), dense, parsing.build(Settings, settings), partial, overwrite)
 
 
 def run(
@@ -130,7 +130,9 @@ def run(
     loaded = load_weights(weights, partial)
     network = Network(loaded, settings, dense, device)
     size, facts = network.part_size(), network.facts() | {"images": _hash_order(source)}
-    part_stamps = PartStamps.of(stamps.read_stamps(source, settings.check, settings.num_workers), size, settings.check)
+    part_stamps = PartStamps.of(
+        file_stamps.read_stamps(source, settings.check, settings.num_workers), size, settings.check
+    )
     parts = Parts(out, kind, len(source), size, facts, part_stamps, overwrite)
     about = parts.finished()
     if about is not None:

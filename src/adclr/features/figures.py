@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from adclr.config.sections import Count, Device, Ratio, Section, Share, Side, UserError
-from adclr.data.draws import key_of
-from adclr.features import analysis, pictures
+from adclr.config.parsing import Count, Device, Ratio, Section, Share, Side, UserError
+from adclr.data.random_draws import key_of
+from adclr.features import analysis, drawing
 from adclr.features.analysis import Box, Floats, InputImage
-from adclr.features.pictures import Cell, ColorBar
+from adclr.features.drawing import Cell, ColorBar
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights
 
@@ -67,7 +67,7 @@ def picture_file(out: Path, number: int, image: InputImage, figure: str) -> Path
 
 
 def _save_picture(out: Path, number: int, image: InputImage, figure: str, picture: Image.Image) -> None:
-    pictures.save_picture(picture_file(out, number, image, figure), picture, "visualize")
+    drawing.save_picture(picture_file(out, number, image, figure), picture, "visualize")
 
 
 def _peak(values: Floats) -> str:
@@ -97,32 +97,30 @@ class AttentionSettings(FigureSettings):
 
 def draw_attention(weights: Weights, images: Sequence[InputImage], settings: AttentionSettings, out: Path) -> Figure:
     """Draw each image, the mean of the heads of `[CLS]`, the patches that hold most of it, and each head."""
-    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(images), MAX_ON_SHEET)
+    cells, rows, on_sheet = [], [], drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, image in enumerate(track(images, "attention", len(images))):
         maps, _ = analysis.attend(weights, image, analysis.read_memory(weights, image), block=settings.block)
         single = _attention_cells(image, maps[:, 0], settings.mass, _picture_side(image))
-        _save_picture(
-            out, number, image, "attention", pictures.compose_sheet(pictures.wrapped(single, 3), bar=ATTENTION)
-        )
+        _save_picture(out, number, image, "attention", drawing.compose_sheet(drawing.wrapped(single, 3), bar=ATTENTION))
         if number in on_sheet:
             cells.append(_attention_cells(image, maps[: 1 + HEADS_ON_SHEET, 0], settings.mass, CELL))
         mask = analysis.top_mass(maps[0, 0], settings.mass)
         rows.append({"name": image.name, "peak": float(maps[0].max()), "share_of_patches": float(mask.mean())})
     limits = _sheet_limits(len(images), weights.vit.num_heads)
-    sheet = pictures.compose_sheet(cells, [images[number].name for number in on_sheet], ATTENTION, limits)
+    sheet = drawing.compose_sheet(cells, [images[number].name for number in on_sheet], ATTENTION, limits)
     return Figure({"attention.png": sheet}, rows, limits=limits)
 
 
 def _attention_cells(image: InputImage, maps: Floats, mass: float, side: int) -> list[Cell]:
     """Return the cells of (1+H)×rows×columns maps of `[CLS]`."""
-    shown = pictures.display_image(image.pixels, side)
+    shown = drawing.display_image(image.pixels, side)
     mask = analysis.top_mass(maps[0], mass)
     return [
         Cell(shown, "image"),
-        Cell(pictures.overlay_attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
-        Cell(pictures.dimmed(shown, mask), f"{mass:.0%} of it", f"on {mask.mean():.0%}"),
+        Cell(drawing.overlay_attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
+        Cell(drawing.dimmed(shown, mask), f"{mass:.0%} of it", f"on {mask.mean():.0%}"),
         *(
-            Cell(pictures.overlay_attention(shown, values), f"head {n}", _peak(values))
+            Cell(drawing.overlay_attention(shown, values), f"head {n}", _peak(values))
             for n, values in enumerate(maps[1:])
         ),
     ]
@@ -157,20 +155,20 @@ class QueryMaps:
 
     def cells(self, side: int) -> list[Cell]:
         """Return the image with its boxes, the attention of `[CLS]`, and two maps for each query."""
-        shown = pictures.display_image(self.image.pixels, side)
+        shown = drawing.display_image(self.image.pixels, side)
         cells = [
-            Cell(pictures.outline_boxes(shown, self.boxes), "image"),
-            Cell(pictures.overlay_attention(shown, self.cls), "[CLS]", _peak(self.cls)),
+            Cell(drawing.outline_boxes(shown, self.boxes), "image"),
+            Cell(drawing.overlay_attention(shown, self.cls), "[CLS]", _peak(self.cls)),
         ]
         for n, (values, cosines) in enumerate(zip(self.attention, self.similarity, strict=True)):
-            number, color = f" {n + 1}" if len(self.boxes) > 1 else "", pictures.mark(n)
-            cells.append(Cell(pictures.overlay_attention(shown, values), f"query{number}", _peak(values), color))
+            number, color = f" {n + 1}" if len(self.boxes) > 1 else "", drawing.mark(n)
+            cells.append(Cell(drawing.overlay_attention(shown, values), f"query{number}", _peak(values), color))
             cells.append(_similarity_cell(shown, cosines, color))
         return cells
 
 
-def _similarity_cell(shown: Image.Image, cosines: Floats, color: pictures.Color = pictures.INK) -> Cell:
-    return Cell(pictures.heat(shown, cosines, 1.0), "alike", f"up to {cosines.max():.2f}", color)
+def _similarity_cell(shown: Image.Image, cosines: Floats, color: drawing.Color = drawing.INK) -> Cell:
+    return Cell(drawing.heat(shown, cosines, 1.0), "alike", f"up to {cosines.max():.2f}", color)
 
 
 def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block: int = -1) -> QueryMaps:
@@ -186,20 +184,20 @@ def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block
 def draw_queries(weights: Weights, images: Sequence[InputImage], settings: QueriesSettings, out: Path) -> Figure:
     """Draw the attention of the queries of each image in it, and the first query of some images in all of these."""
     cells, rows, boxes = [], [], [_query_boxes(image, settings) for image in images]
-    on_sheet = pictures.spread_evenly(len(images), MAX_ON_SHEET)
+    on_sheet = drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, image in enumerate(track(images, "queries", len(images))):
         maps = query_image(weights, image, boxes[number], settings.block)
-        single = pictures.compose_sheet(pictures.wrapped(maps.cells(_picture_side(image)), 4), bar=QUERY_BAR)
+        single = drawing.compose_sheet(drawing.wrapped(maps.cells(_picture_side(image)), 4), bar=QUERY_BAR)
         _save_picture(out, number, image, "queries", single)
         if number in on_sheet:
             cells.append(maps.cells(CELL))
         rows.append({"name": image.name, "boxes": boxes[number], "peaks": maps.attention.max(axis=(1, 2)).tolist()})
     limits = _sheet_limits(len(images))
     sheets = {
-        "queries.png": pictures.compose_sheet(cells, [images[number].name for number in on_sheet], QUERY_BAR, limits)
+        "queries.png": drawing.compose_sheet(cells, [images[number].name for number in on_sheet], QUERY_BAR, limits)
     }
     if settings.across and len(images) > 1:
-        some = pictures.spread_evenly(len(images), settings.across)
+        some = drawing.spread_evenly(len(images), settings.across)
         first_boxes = [boxes[number][0] for number in some]
         sheets["queries_across.png"] = _draw_across(weights, [images[n] for n in some], first_boxes, settings.block)
     return Figure(sheets, rows, limits=limits)
@@ -225,19 +223,19 @@ def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence
     for query_image, query_memory, box in zip(images, memories, boxes, strict=True):
         crop = query_image.crop(box, weights.vit.patch_size)[None]
         _, answer = analysis.attend(weights, query_image, query_memory, crop, block)
-        boxed = pictures.outline_boxes(pictures.display_image(query_image.pixels, CELL), [box])
-        upper = [Cell(boxed, "query", colour=pictures.mark(0))]
-        lower = [Cell(pictures.display_image(crop[0], CELL), "as it is asked")]
+        boxed = drawing.outline_boxes(drawing.display_image(query_image.pixels, CELL), [box])
+        upper = [Cell(boxed, "query", colour=drawing.mark(0))]
+        lower = [Cell(drawing.display_image(crop[0], CELL), "as it is asked")]
         for image, memory in zip(images, memories, strict=True):
             maps, _ = analysis.attend(weights, image, memory, crop, block)
             cosines = analysis.similarity(answer, memory.tokens.patches[0].float().cpu()).numpy()
-            shown = pictures.display_image(image.pixels, CELL)
+            shown = drawing.display_image(image.pixels, CELL)
             relation = class_relation(query_image, image)
-            upper.append(Cell(pictures.overlay_attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
+            upper.append(Cell(drawing.overlay_attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
             lower.append(_similarity_cell(shown, cosines.reshape(maps.shape[2:])))
         rows += [upper, lower]
         names += [query_image.name, ""]
-    return pictures.compose_sheet(rows, names, QUERY_BAR)
+    return drawing.compose_sheet(rows, names, QUERY_BAR)
 
 
 def class_relation(query: InputImage, other: InputImage) -> str:
@@ -275,19 +273,19 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
     basis = analysis.fit_basis(patches[torch.from_numpy(foreground)])
     limits = _sheet_limits(len(images))
     about = COMPONENTS + (" Dark is the ground, which was left out." if not foreground.all() else "")
-    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(images), MAX_ON_SHEET)
+    cells, rows, on_sheet = [], [], drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, (image, part, mask) in enumerate(zip(images, features, np.split(foreground, ends), strict=True)):
         grid = image.grid(weights.vit)
         colors, grid_mask = basis.colours(part).reshape(*grid, 3), mask.reshape(grid)
-        single = [Cell(pictures.display_image(image.pixels, _picture_side(image)), image.name)]
-        single.append(Cell(pictures.overlay_colors(single[0].image, colors, grid_mask), "components"))
-        _save_picture(out, number, image, "pca", pictures.compose_sheet([single], about=about))
+        single = [Cell(drawing.display_image(image.pixels, _picture_side(image)), image.name)]
+        single.append(Cell(drawing.overlay_colors(single[0].image, colors, grid_mask), "components"))
+        _save_picture(out, number, image, "pca", drawing.compose_sheet([single], about=about))
         if number in on_sheet:
-            shown = pictures.display_image(image.pixels, CELL)
-            cells += [Cell(shown, image.name), Cell(pictures.overlay_colors(shown, colors, grid_mask))]
+            shown = drawing.display_image(image.pixels, CELL)
+            cells += [Cell(shown, image.name), Cell(drawing.overlay_colors(shown, colors, grid_mask))]
         rows.append({"name": image.name, "share_of_things": float(mask.mean())})
     num_columns = 2 * min(4, math.ceil(math.sqrt(len(cells) / 2)))
-    sheet = pictures.compose_sheet(pictures.wrapped(cells, num_columns), about=f"{about} {limits}")
+    sheet = drawing.compose_sheet(drawing.wrapped(cells, num_columns), about=f"{about} {limits}")
     return Figure({"pca.png": sheet}, rows, {"explained_variance": basis.explained.tolist()}, limits)
 
 
@@ -316,9 +314,9 @@ class MatchedPair:
 
     def cells(self, side: int, num_lines: int) -> list[Cell]:
         """Return the images with lines between their matches, and the second warped onto the first."""
-        first, second = (pictures.display_image(image.pixels, side) for image in (self.first, self.second))
-        joined = pictures.lines(first, second, self.ends()[:num_lines], self.matches.cosine[:num_lines])
-        warped = pictures.warped(first, second, analysis.flow(self.matches, *self.grids))
+        first, second = (drawing.display_image(image.pixels, side) for image in (self.first, self.second))
+        joined = drawing.lines(first, second, self.ends()[:num_lines], self.matches.cosine[:num_lines])
+        warped = drawing.warped(first, second, analysis.flow(self.matches, *self.grids))
         pairs = len(self.matches.first)
         return [
             Cell(joined, "mutual nearest patches", f"{min(num_lines, pairs)} of {pairs}"),
@@ -333,13 +331,13 @@ def draw_match(weights: Weights, images: Sequence[InputImage], settings: MatchSe
         raise UserError("a match is between two images, and only one is here; name the other one too")
     first, *others = images
     features, grid = analysis.patch_features(weights, first, settings.block), first.grid(weights.vit)
-    cells, rows, on_sheet = [], [], pictures.spread_evenly(len(others), MAX_ON_SHEET)
+    cells, rows, on_sheet = [], [], drawing.spread_evenly(len(others), MAX_ON_SHEET)
     for number, other in enumerate(track(others, "matching", len(others)), 1):
         matches = analysis.mutual_neighbors(features, analysis.patch_features(weights, other, settings.block))
         pair = MatchedPair(first, other, (grid, other.grid(weights.vit)), matches)
         single = [pair.cells(_picture_side(first), settings.num_lines)]
         about = f"Left {first.name}, right {other.name}. {LINES}"
-        _save_picture(out, number, other, "match", pictures.compose_sheet(single, about=about))
+        _save_picture(out, number, other, "match", drawing.compose_sheet(single, about=about))
         if number - 1 in on_sheet:
             cells.append(pair.cells(CELL, settings.num_lines))
         ends = pair.ends()
@@ -354,5 +352,5 @@ def draw_match(weights: Weights, images: Sequence[InputImage], settings: MatchSe
         )
     limits = _sheet_limits(len(others))
     about = f"Left {first.name}, right the image that is named beside. {LINES} {limits}"
-    sheet = pictures.compose_sheet(cells, [others[number].name for number in on_sheet], about=about)
+    sheet = drawing.compose_sheet(cells, [others[number].name for number in on_sheet], about=about)
     return Figure({"match.png": sheet}, rows, {"first": first.name}, limits)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.augment.resample import source_range
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder, Pixels, Unreadable

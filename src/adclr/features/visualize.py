@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.sources import SUFFIXES, Files, Source
-from adclr.features import analysis, figures, pictures
+from adclr.features import analysis, drawing, figures
 from adclr.features.analysis import InputImage
 from adclr.features.figures import Figure, FigureSettings, picture_file
 from adclr.features.reader import ImageReader
@@ -57,7 +57,7 @@ def run(
     outputs.check_overwrite("visualize", files, overwrite, record)
     figure = FIGURES[name][1](loaded, inputs, settings, out)
     for file, picture in figure.sheets.items():
-        pictures.save_picture(out / file, picture, "visualize")
+        drawing.save_picture(out / file, picture, "visualize")
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **figure.totals, "images": figure.rows}
     write_json(record, report | {"provenance": provenance() | outputs.signature("visualize")})
     print(f"written to {out}: {', '.join(figure.sheets)}, {len(figure.rows)} single pictures, {name}.json")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, masked_loss, paired_loss, sinkhorn
 from adclr.model.ops import head_loss
-from adclr.model.views import Masks, Views
+from adclr.model.view_tensors import Masks, Views
 from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 

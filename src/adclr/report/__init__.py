@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.report.page import render_page
 from adclr.report.record import read_record
 from adclr.system import outputs

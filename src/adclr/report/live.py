@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from adclr import report
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Pixels, Unreadable
 from adclr.data.sources import Source
-from adclr.features import analysis, pictures
+from adclr.features import analysis, drawing
 from adclr.features.analysis import Box, Floats, Grid, InputImage
 from adclr.report.record import PICTURE_FOLDER, list_strips
 from adclr.system.files import write_atomically
@@ -111,8 +111,8 @@ def draw_images(images: Sequence[tuple[InputImage, Box]]) -> Image.Image:
     """Return the strip of the images themselves: each three times, as high as its maps, the second with its query."""
     cells = []
     for image, box in images:
-        cell = pictures.display_image(image.pixels, CELL)
-        cells += [cell, pictures.outline_boxes(cell, [box]), cell]
+        cell = drawing.display_image(image.pixels, CELL)
+        cells += [cell, drawing.outline_boxes(cell, [box]), cell]
     return _stack(cells)
 
 
@@ -139,11 +139,11 @@ def draw_strip(
         basis = basis.aligned(torch.cat(features), np.concatenate(_component_colors(previous, grids)))
     cells = []
     for (image, box), patches in zip(images, features, strict=True):
-        cell, memory = pictures.display_image(image.pixels, CELL), analysis.read_memory(weights, image)
+        cell, memory = drawing.display_image(image.pixels, CELL), analysis.read_memory(weights, image)
         for crops in (None, image.crop(box, weights.vit.patch_size)[None]):
             maps, _ = analysis.attend(weights, image, memory, crops)
-            cells.append(pictures.overlay_attention(cell, maps[0, 0]))
-        cells.append(pictures.overlay_colors(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
+            cells.append(drawing.overlay_attention(cell, maps[0, 0]))
+        cells.append(drawing.overlay_colors(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
     return _stack(cells)
 
 

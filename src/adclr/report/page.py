@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from adclr import __version__, evals
-from adclr.config.sections import flatten
+from adclr.config.parsing import flatten
 from adclr.config.settings import Settings
 from adclr.data.jpeg import read_header
-from adclr.evals.wording import is_percent
+from adclr.evals.score_text import is_percent
 from adclr.report import metrics
 from adclr.report.charts import TEMPLATES, Chart, Line, format_number, layout_chart
 from adclr.report.metrics import Metric

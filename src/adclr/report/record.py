@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adclr import evals
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system.files import read_json
 from adclr.system.runs import STOPPED, Run
@@ -177,10 +177,10 @@ def _read_settings(run: Run) -> dict[str, Any]:
     """Read the settings unvalidated: a run of another version has settings that are unknown here."""
     try:
         text = (run.path / "settings.yaml").read_text(encoding="utf-8", errors="replace")
-        values = sections.load_yaml(text, "settings.yaml")
+        values = parsing.load_yaml(text, "settings.yaml")
     except (OSError, UserError):
         return {}
-    return sections.current_names(Settings, sections.flatten(values)) if isinstance(values, Mapping) else {}
+    return parsing.current_names(Settings, parsing.flatten(values)) if isinstance(values, Mapping) else {}
 
 
 def _read_starts(run: Run) -> list[dict[str, Any]]:
@@ -223,9 +223,9 @@ def _read_evaluations(folder: Path) -> list[Evaluation]:
             continue
         settings = settings if isinstance(settings, dict) else {}
         provenance = provenance if isinstance(provenance, dict) else {}
-        flat = sections.flatten(settings)
+        flat = parsing.flatten(settings)
         if path.parent.name in evals.NAMES:
-            flat = sections.current_names(evals.import_evaluation(path.parent.name).Settings, flat)
+            flat = parsing.current_names(evals.import_evaluation(path.parent.name).Settings, flat)
         shown = {name: value for name, value in flat.items() if name not in HIDDEN_SETTINGS}
         data = str(settings.get("data", "")) or path.stem
         started = str(provenance.get("started", ""))

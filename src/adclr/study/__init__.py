@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.study import figure, table
 from adclr.study.fingerprints import compute_fingerprints
-from adclr.study.outline import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
+from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.text import printable, printable_lines

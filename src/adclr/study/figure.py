@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adclr.report.charts import TEMPLATES, Axis, format_number
-from adclr.study.outline import Study
+from adclr.study.study_file import Study
 from adclr.study.table import Rows, Sample
 
 WIDTH, HEIGHT, COLUMNS = 430, 280, 2  # pixels of a panel; panels side by side

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from adclr.config.sections import UserError
-from adclr.data import stamps
+from adclr.config.parsing import UserError
+from adclr.data import file_stamps
 from adclr.data.collection import open_source
-from adclr.study.outline import SCENES, Study, data_folder, data_name
+from adclr.study.study_file import SCENES, Study, data_folder, data_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def compute_fingerprints(study: Study, folders: Mapping[str, Path]) -> Fingerpri
     training = None
     if is_available(study.outline.data) and not all(cell.untrained for cell in study.cells):
         try:
-            training = stamps.fingerprint_files(open_source(data_folder(study.outline.data, folders)))
+            training = file_stamps.fingerprint_files(open_source(data_folder(study.outline.data, folders)))
         except UserError:  # whatever is wrong with it, the first run reports it
             training = None
     names = {one.data for one in study.outline.evaluations.values() if one.data is not None and is_available(one.data)}

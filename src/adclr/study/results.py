@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.study.fingerprints import Fingerprints
-from adclr.study.outline import TRAINING, Cell, Evaluation, Study
+from adclr.study.study_file import TRAINING, Cell, Evaluation, Study
 from adclr.system.files import read_json, write_json
 from adclr.system.runs import Run
 
@@ -110,7 +110,7 @@ class Results:
             raise UserError(f"{file} is not the result of a run; delete it, and the run is made again") from None
         result["evaluations"] = self._select(result["evaluations"])
         current = cell.identity["settings"]
-        for path, value in sections.current_names(Settings, result["settings"]).items():
+        for path, value in parsing.current_names(Settings, result["settings"]).items():
             # a default that has changed since, which the key does not tell
             if path in current and current[path] != value:
                 raise UserError(
@@ -138,7 +138,7 @@ class Results:
             if key not in stored or one.name == TRAINING:
                 continue
             current, built = one.score_settings(), stored[key].get("built", {})
-            for name, value in sections.current_names(one.settings_class, built).items():
+            for name, value in parsing.current_names(one.settings_class, built).items():
                 if name in current and current[name] != value:
                     raise UserError(
                         f"{self.file(cell)} has scores of {one.name} made with {name}={value}, which is "

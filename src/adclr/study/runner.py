@@ -16,9 +16,9 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from adclr.config.sections import UserError
-from adclr.study.outline import Cell, Evaluation, Study, data_name, data_path
+from adclr.config.parsing import UserError
 from adclr.study.results import Results, get_score
+from adclr.study.study_file import Cell, Evaluation, Study, data_name, data_path
 from adclr.system import openmp
 from adclr.system.files import write_json
 from adclr.system.progress import ProgressLine

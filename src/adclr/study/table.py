@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from adclr.config.sections import UserError
-from adclr.study.outline import SCENES, TRAINING, Evaluation, Study
+from adclr.config.parsing import UserError
 from adclr.study.results import Results, get_score
+from adclr.study.study_file import SCENES, TRAINING, Evaluation, Study
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom, and one for more, which is near enough
 T_QUANTILES = (

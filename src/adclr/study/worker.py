@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from adclr import evals
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.study import results
-from adclr.study.outline import Evaluation
+from adclr.study.study_file import Evaluation
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
@@ -31,14 +31,14 @@ def run_job(job: dict[str, Any]) -> None:
     run, result = Run(job["run"]), Path(job["result"])
     if not result.exists() or not (run.path / "backbone.safetensors").exists():
         if job["untrained"]:
-            settings = launch.resolve_settings(sections.load_recipe(job["recipe"]), job["overrides"])
+            settings = launch.resolve_settings(parsing.load_recipe(job["recipe"]), job["overrides"])
             save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
             loop.run(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
         if not result.exists():
             results.write_training(result, job["identity"], run, job["untrained"], job["fingerprint"])
     for task in job["evaluations"]:
-        evaluation = sections.validate_settings(Evaluation, task["evaluation"])
+        evaluation = parsing.validate_settings(Evaluation, task["evaluation"])
         print(f"evaluate {evaluation.name} on {task['data']}", flush=True)
         settings = evaluation.build(str(run.path), task["data"])
         started = time.monotonic()

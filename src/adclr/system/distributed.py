@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system import machine
 
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process scores a probe

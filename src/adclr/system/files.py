@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 
 
 def require(package: str, extra: str, purpose: str) -> Any:

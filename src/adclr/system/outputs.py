@@ -25,7 +25,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 
 AUTHOR = re.compile(rb"written[ _]by\W{1,5}adclr (\w+)")
 SEARCHED_BYTES = 2**14  # at either end of a file

@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 import adclr
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
 
@@ -50,11 +50,11 @@ class Run:
             return None
         except (OSError, UnicodeDecodeError):
             raise UserError(f"{file} cannot be read; restore it or choose another --out") from None
-        values = sections.load_yaml(text, str(file))
+        values = parsing.load_yaml(text, str(file))
         if not isinstance(values, dict):
             raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
         try:
-            return sections.build(Settings, values, warn=False)
+            return parsing.build(Settings, values, warn=False)
         except UserError as error:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 

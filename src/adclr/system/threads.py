@@ -17,7 +17,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system.text import printable
 
 # Batches loaded ahead by default: enough that threads never wait for a step to end, few enough that memory stays small.

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.model.method import ADCLR
 from adclr.system import distributed
 from adclr.system.runs import Run
+from adclr.training.fsdp import state_of
 from adclr.training.meter import check_state
-from adclr.training.sharding import state_of
 from adclr.weights import snapshot
 from adclr.weights.snapshot import Parts
 from adclr.weights.tensors import fit_tensors

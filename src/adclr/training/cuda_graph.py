@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adclr.config.sections import UserError
-from adclr.model.views import Views
+from adclr.config.parsing import UserError
+from adclr.model.view_tensors import Views
 from adclr.system.devices import send, shared_stream
 from adclr.system.text import one_line
 

@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.data import stamps
+from adclr.data import file_stamps
 from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
-from adclr.data.draws import combine, key_of
 from adclr.data.feed import Feed
+from adclr.data.file_stamps import Stamps
 from adclr.data.nvjpeg import GpuDecoder
-from adclr.data.stamps import Stamps
+from adclr.data.random_draws import combine, key_of
 from adclr.model.compiled import CompileResult, compile_blocks
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
 from adclr.system import distributed, machine
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
-from adclr.training import checkpoint, continued, launch
+from adclr.training import checkpoint, continued_pretraining, launch
+from adclr.training.fsdp import Sharded
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
 from adclr.training.micro_batch import fit_micro_batch, random_views
 from adclr.training.schedules import Schedules, make_optimizer
-from adclr.training.sharding import Sharded
 from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, architecture
 
@@ -136,11 +136,11 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
     data, meter = settings.data, Meter(device, settings.train.log_every_steps)
-    now = stamps.read_stamps(source, data.check, data.num_workers) if distributed.is_main() else None
+    now = file_stamps.read_stamps(source, data.check, data.num_workers) if distributed.is_main() else None
     if state is not None:
         _check_resumable(launched, state, now)
         meter.restore(state.meter)
-    init = continued.load_init(method, settings) if state is None and settings.model.init else None
+    init = continued_pretraining.load_init(method, settings) if state is None and settings.model.init else None
     feed = Feed(
         source,
         machine.cpu_share() if data.num_workers is None else data.num_workers,

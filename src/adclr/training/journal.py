@@ -11,11 +11,11 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data.prefetch import Prefetcher
-from adclr.evals.wording import is_percent
-from adclr.model.views import Views
+from adclr.evals.score_text import is_percent
+from adclr.model.view_tensors import Views
 from adclr.report import health
 from adclr.system import distributed
 from adclr.system.progress import ProgressLine

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adclr.config import auto, sections
-from adclr.config.sections import UserError
+from adclr.config import auto, parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.data import collection, stamps
+from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
+from adclr.data.file_stamps import Stamps
 from adclr.data.sources import Source
-from adclr.data.stamps import Stamps
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
 from adclr.system.runs import Run
@@ -91,7 +91,7 @@ def prepare(
     else:
         if stored.train.epochs != settings.train.epochs:
             raise UserError(_describe_epochs(run, stored.train.epochs, settings.train.epochs))
-        differences = sections.differences(stored, settings, sections.free_settings(Settings, "resume"))
+        differences = parsing.differences(stored, settings, parsing.free_settings(Settings, "resume"))
         if differences:
             raise UserError(f"{run.path} holds a run with other settings: {differences[0]}; choose another --out")
     check_batch(settings, len(source), num_processes(), "processes")
@@ -115,7 +115,7 @@ def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
     if recipe is None or recipe == "auto":
         return {}
     name = os.fspath(recipe)
-    return sections.load_recipe(name) | {"recipe": name}
+    return parsing.load_recipe(name) | {"recipe": name}
 
 
 def _warn_of_damage(source: Source) -> None:
@@ -140,21 +140,19 @@ def adopt_init(
     init = (_full_names(base) | overrides).get("model.init")
     if not init:
         return overrides, []
-    from adclr.training import continued
+    from adclr.training import continued_pretraining
 
     if stored is None:
-        settings, reason = continued.adopt_settings(os.fspath(init), overrides)
+        settings, reason = continued_pretraining.adopt_settings(os.fspath(init), overrides)
         return settings | overrides, [reason]
-    settings = sections.flatten(stored.model_dump(mode="json"))
-    paths = ("model.size", *continued.FIXED, *continued.KEPT)
+    settings = parsing.flatten(stored.model_dump(mode="json"))
+    paths = ("model.size", *continued_pretraining.FIXED, *continued_pretraining.KEPT)
     return {path: settings[path] for path in paths} | overrides, []
 
 
 def choice_settings(choice: auto.Choice) -> dict[str, Any]:
     """Return the settings of an automatic choice, which stand in for those of a recipe."""
-    return (
-        sections.flatten(sections.load_recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
-    )
+    return parsing.flatten(parsing.load_recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
 
 
 def resolve_settings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
@@ -162,7 +160,7 @@ def resolve_settings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> S
 
     Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
     """
-    return sections.build(Settings, base, shortened(base, overrides), overrides)
+    return parsing.build(Settings, base, shortened(base, overrides), overrides)
 
 
 def shortened(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, float]:
@@ -189,17 +187,17 @@ def _fits(length: Any, epochs: Any, may_fill: bool) -> bool:
 
 def _full_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by their full names."""
-    return {sections.full_name(Settings, name): value for name, value in sections.flatten(values).items()}
+    return {parsing.full_name(Settings, name): value for name, value in parsing.flatten(values).items()}
 
 
 def _with_defaults(base: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings of a recipe, with the defaults of those that it does not set."""
-    return sections.flatten(Settings().model_dump(mode="json")) | _full_names(base)
+    return parsing.flatten(Settings().model_dump(mode="json")) | _full_names(base)
 
 
 def _unscaled(base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
     """Return the settings in epochs that a run has unscaled, because it began before they were scaled."""
-    before, recipe = sections.flatten(stored.model_dump(mode="json")), _with_defaults(base)
+    before, recipe = parsing.flatten(stored.model_dump(mode="json")), _with_defaults(base)
     return {path: before[path] for path in shortened(base, overrides) if before[path] == recipe[path]}
 
 
@@ -234,7 +232,7 @@ def check_finished(launched: Launch) -> None:
         )
     data = launched.settings.data
     if (launched.run.path / STAMPS).exists() and not data.allow_changed:
-        change = describe_replaced(launched, stamps.read_stamps(launched.source, data.check, data.num_workers))
+        change = describe_replaced(launched, file_stamps.read_stamps(launched.source, data.check, data.num_workers))
         if change is not None:
             raise UserError(
                 f"{launched.run.path} is finished and {change} since; choose another --out, or set "
@@ -245,10 +243,10 @@ def check_finished(launched: Launch) -> None:
 def describe_replaced(launched: Launch, now: Stamps) -> str | None:
     """Return a clause on the images that were replaced since a run was last started; None if none were."""
     source = launched.source
-    before = stamps.load_stamps(launched.run.path / STAMPS, source.keys)
+    before = file_stamps.load_stamps(launched.run.path / STAMPS, source.keys)
     if before is None:  # a run of version 0.1
         return None
-    indices = stamps.find_replaced(before, now, launched.settings.data.check)
+    indices = file_stamps.find_replaced(before, now, launched.settings.data.check)
     if not len(indices):
         return None
     first = source.paths[int(indices[0])]

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from adclr.config.sections import UserError, flatten
+from adclr.config.parsing import UserError, flatten
 from adclr.config.settings import Settings
 from adclr.system.optional import check_installed
 

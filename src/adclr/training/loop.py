@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.prefetch import Prefetcher
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from adclr.report import health
 from adclr.report.live import LiveReport, picture_steps
 from adclr.system import distributed, machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.runs import Run
-from adclr.training import checkpoint, continued, journal, launch
+from adclr.training import checkpoint, continued_pretraining, journal, launch
 from adclr.training.checkpoint_writer import Writer
-from adclr.training.health import measure_health
+from adclr.training.health_metrics import measure_health
 from adclr.training.job import Job, compile_method, load_job, record_start, shard, teacher_weights
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
@@ -153,7 +153,9 @@ def _make_probe(job: Job, images: Images | None) -> journal.Probe | None:
     probe = None if images is None else Probe(settings, run, schedules, weights, images, job.device)
     if settings.model.init is None:
         return probe
-    return continued.ForgettingProbe(run, settings, schedules, weights, job.feed.source, job.device, job.start, probe)
+    return continued_pretraining.ForgettingProbe(
+        run, settings, schedules, weights, job.feed.source, job.device, job.start, probe
+    )
 
 
 def _save(job: Job, writer: Writer, done: int) -> None:

@@ -6,10 +6,10 @@ import gc
 
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model.method import ADCLR
-from adclr.model.views import Masks, Views
+from adclr.model.view_tensors import Masks, Views
 from adclr.system import distributed
 from adclr.system.machine import GIB, available_gpu_memory, host_memory
 

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 
 ASSUMED_SIDE = 256  # pixels of images of which only the number is known
 

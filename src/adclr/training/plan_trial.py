@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import augment, cache
 from adclr.data.decode import Pixels, Unreadable
@@ -27,7 +27,7 @@ from adclr.data.feed import Feed
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
 from adclr.data.sources import Source
-from adclr.data.views import plan_batch
+from adclr.data.view_plan import plan_batch
 from adclr.model.method import ADCLR
 from adclr.system import devices, machine
 from adclr.system.threads import ThreadPool

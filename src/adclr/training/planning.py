@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adclr.config import auto
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
@@ -87,7 +87,7 @@ def run(
     local = settings.train.batch_size // num_gpus
     if gpu is None and num_gpus > 1 and machine.gpu_bytes(settings.train.device) is None:
         raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
-    from adclr.training import plan_trial  # and torch, after all mistakes that need none
+    from adclr.training import plan_trial
 
     sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
     cached = sample.bytes if sample and sample.cache == "gpu" else 0.0

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adclr
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.model.method import ADCLR
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from adclr.system import machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json

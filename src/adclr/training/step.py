@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model import optim
 from adclr.model.method import ADCLR
-from adclr.model.views import Views
+from adclr.model.view_tensors import Views
 from adclr.system import distributed
 from adclr.system.devices import send
 from adclr.system.text import one_line
 from adclr.training import schedules
 from adclr.training.cuda_graph import RecordedStep
+from adclr.training.fsdp import ShardedAdamW, sync_gradients
 from adclr.training.plan_cost import allows_cuda_graph
-from adclr.training.sharding import ShardedAdamW, sync_gradients
 
 
 class Step:

@@ -19,8 +19,8 @@ from pydantic import Field
 from safetensors.torch import save
 from torch import Tensor
 
-from adclr.config import sections
-from adclr.config.sections import VIT_SIZES, Deviation, Positive, Ratio, Section, Side, UserError, Width
+from adclr.config import parsing
+from adclr.config.parsing import VIT_SIZES, Deviation, Positive, Ratio, Section, Side, UserError, Width
 from adclr.config.settings import Settings
 from adclr.data.decode import Decoder
 from adclr.model.vit import VisionTransformer
@@ -204,11 +204,11 @@ def _find_in_run(path: Path) -> StoredWeights:
 def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weights:
     path = stored.source
     named = layouts.rename_tensors(stored.tensors, path, stored.hints)
-    described = sections.flatten(stored.description)
+    described = parsing.flatten(stored.description)
     known = {name.removeprefix("architecture.") for name in described if name.startswith("architecture.")}
     try:
         inferred = layouts.infer_architecture(named, known, path)
-        description = sections.build(Description, {"architecture": inferred}, described)
+        description = parsing.build(Description, {"architecture": inferred}, described)
         with torch.device("meta"):
             vit = description.architecture.build()
     except UserError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.model.vit import PositionResampling
 
 # The one tensor that every layout has: the part of its name before this is the prefix of the backbone.

@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system.files import read_json
 from adclr.system.optional import require
 from adclr.weights.tensors import check_plain, kind_of, read_tensors, read_torch

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.system.files import read_json, sync, write_json, write_synced
 from adclr.system.runs import Run
 from adclr.weights.tensors import fit_tensors, read_tensors

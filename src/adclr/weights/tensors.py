@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # how torch files begin, since torch 1.6 and before
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from adclr.data.augment.photometric import photometric
 from adclr.data.augment.resample import resample, resample_each
 from adclr.data.packed import Packed
-from adclr.data.views import BatchPlan, Crops
-from adclr.model.views import Masks, Views
+from adclr.data.view_plan import BatchPlan, Crops
+from adclr.model.view_tensors import Masks, Views
 from adclr.system import triton_available
 from adclr.system.devices import send
 

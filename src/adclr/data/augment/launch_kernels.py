@@ -16,7 +16,7 @@ from torch import Tensor
 from adclr.data.augment import kernels
 from adclr.data.augment.photometric import BLUR_RADIUS
 from adclr.data.packed import Packed
-from adclr.data.views import Crops
+from adclr.data.view_plan import Crops
 from adclr.system.devices import send_all
 
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Unreadable, size_of
-from adclr.data.draws import Keys, mix
+from adclr.data.random_draws import Keys, mix
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 

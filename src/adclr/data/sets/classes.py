@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.collection import open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sets import check_each, image_size, refuse
 from adclr.data.sources import Source, read_file
 from adclr.system.optional import require

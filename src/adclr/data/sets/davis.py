@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.sets import refuse
 from adclr.data.sets.pixels import read_label

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable, resize_channels
 from adclr.data.sets import check_each, image_size, refuse, split_by_key
 from adclr.data.sources import ImageFolder, Source, index_folder, lost_folder, read_file

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sources import Source
 from adclr.system.files import read_json
 from adclr.system.optional import require

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from adclr.data.draws import Draws
+from adclr.data.random_draws import Draws
 from adclr.system.progress import track
 
 Field = NDArray[np.float64]

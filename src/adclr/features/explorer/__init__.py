@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from adclr.config.sections import Count, Device, Positive, Section, Side, UserError
+from adclr.config.parsing import Count, Device, Positive, Section, Side, UserError
 from adclr.system.optional import require
 
 

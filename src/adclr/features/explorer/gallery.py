@@ -14,10 +14,10 @@ from threading import Event
 
 import numpy as np
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable
 from adclr.data.sources import ImageFolder, Source, Subset
-from adclr.features import pictures
+from adclr.features import drawing
 from adclr.features.analysis import Grid, InputImage
 from adclr.features.explorer.library import Library
 from adclr.features.reader import read_images
@@ -125,7 +125,7 @@ class Gallery:
             raise Unreadable(str(error)) from None
         inputs = [library.prepare(pixels[decoder]) for library, decoder in zip(self.libraries, decoders, strict=True)]
         first = pixels[decoders[0]]
-        image = pictures.display_image(first, min(SIDE, max(first.shape[1:])))
+        image = drawing.display_image(first, min(SIDE, max(first.shape[1:])))
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=QUALITY)
         return _Decoded(buffer.getvalue(), image.size, inputs)

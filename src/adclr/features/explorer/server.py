@@ -23,9 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adclr.features.analysis import Box, Floats
+from adclr.features.drawing import attention_scale
 from adclr.features.explorer.gallery import Gallery
 from adclr.features.explorer.library import Library
-from adclr.features.pictures import attention_scale
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 FILES = {"/": ("index.html", "text/html"), "/explorer.css": ("explorer.css", "text/css")}

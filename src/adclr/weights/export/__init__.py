@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.model.vit import VisionTransformer
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, sync, write_json

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from adclr.config.sections import UserError, flatten
+from adclr.config.parsing import UserError, flatten
 from adclr.config.settings import Settings
 from adclr.system.files import read_json
 from adclr.system.runs import Run

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from adclr.config.sections import VIT_SIZES, UserError
+from adclr.config.parsing import VIT_SIZES, UserError
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
 from adclr.weights.backbone import Weights, load_weights, write_backbone

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.data.draws import Keys
+from adclr.data.random_draws import Keys
 from adclr.data.sources import Source
 from adclr.system.files import write_atomically
 from adclr.system.progress import track

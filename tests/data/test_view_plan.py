@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from adclr.config.settings import Settings
-from adclr.data.draws import TRIES, Draws, crop_boxes, key_of
-from adclr.data.views import Crops, block_masks, num_masked_rows, plan_batch
+from adclr.data.random_draws import TRIES, Draws, crop_boxes, key_of
+from adclr.data.view_plan import Crops, block_masks, num_masked_rows, plan_batch
 from tiny import tiny
 
 KEYS = np.array([key_of(f"{i}.png") for i in range(1000)], np.uint64)

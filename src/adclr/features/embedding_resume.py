@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adclr.config.sections import UserError
-from adclr.data.stamps import Check, Stamps
+from adclr.config.parsing import UserError
+from adclr.data.file_stamps import Check, Stamps
 from adclr.system import outputs
 from adclr.system.files import read_json
 

@@ -31,8 +31,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from adclr import evals
-from adclr.config import sections
-from adclr.config.sections import Positive, Section, Several, UserError
+from adclr.config import parsing
+from adclr.config.parsing import Positive, Section, Several, UserError
 from adclr.config.settings import Settings
 from adclr.training import launch
 
@@ -74,19 +74,19 @@ class Evaluation(Section):
     @property
     def key(self) -> str:
         """Return the name of its scores in a result: a hash, in which settings have the names of version 0.1."""
-        names = sections.old_names(self.settings_class) if self.name != TRAINING else {}
+        names = parsing.old_names(self.settings_class) if self.name != TRAINING else {}
         settings = {names.get(name, name): value for name, value in self.settings.items()}
         return _digest([self.name, self.data, self.recipe, sorted(settings.items())])
 
     def build(self, weights: str, data: str) -> Any:
         """Return its settings for weights and data."""
         layers = evals.load_recipe(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
-        return sections.build(self.settings_class, *layers)
+        return parsing.build(self.settings_class, *layers)
 
     def score_settings(self) -> dict[str, Any]:
         """Return all settings that can change its scores, also those at their default, as JSON values."""
         settings = self.build("W", "D")
-        free, flat = sections.free_settings(type(settings), "study"), sections.flatten(settings.model_dump(mode="json"))
+        free, flat = parsing.free_settings(type(settings), "study"), parsing.flatten(settings.model_dump(mode="json"))
         return {path: value for path, value in flat.items() if path not in free}
 
 
@@ -135,8 +135,8 @@ class Cell:
     @property
     def identity(self) -> dict[str, Any]:
         """Return all that determines the weights."""
-        flat = sections.flatten(self.settings.model_dump(mode="json"))
-        free = sections.free_settings(Settings, "resume")
+        flat = parsing.flatten(self.settings.model_dump(mode="json"))
+        free = parsing.free_settings(Settings, "resume")
         settings = {path: value for path, value in flat.items() if path not in free}
         return {"data": self.settings.data.path, "untrained": self.untrained, "settings": settings}
 
@@ -146,8 +146,8 @@ class Cell:
 
         Settings at their default are left out, so that a new setting of the program changes no key.
         """
-        identity, defaults = self.identity, sections.flatten(Settings().model_dump(mode="json"))
-        names, settings = sections.old_names(Settings), identity["settings"]
+        identity, defaults = self.identity, parsing.flatten(Settings().model_dump(mode="json"))
+        names, settings = parsing.old_names(Settings), identity["settings"]
         changed = {names.get(path, path): value for path, value in settings.items() if value != defaults[path]}
         return _digest([identity["data"], self.untrained, sorted(changed.items())])
 
@@ -219,11 +219,11 @@ def read_study(file: Path) -> Study:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"study {file} cannot be read ({reason}); check the path") from None
-    tree = sections.load_yaml(text, f"study {file}")
+    tree = parsing.load_yaml(text, f"study {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UserError(f"study {file} is not a map; write lines such as 'title: ...' and 'recipe: adclr_small'")
     try:
-        outline = sections.validate_settings(Outline, tree)
+        outline = parsing.validate_settings(Outline, tree)
         cells = tuple(_cells(outline))
         study = Study(file, outline, cells)
         study.data_names()  # raises for one that is not a name
@@ -255,13 +255,13 @@ def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed:
     recipe = arm.recipe or outline.recipe
     overrides: dict[str, Any] = {}
     for layer in (outline.settings, arm.settings, point):
-        for short, value in sections.flatten(layer).items():
-            path = sections.full_name(Settings, short)
+        for short, value in parsing.flatten(layer).items():
+            path = parsing.full_name(Settings, short)
             if path in RESERVED:
                 raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
             overrides[path] = value
     overrides["train.seed"] = seed
-    settings = launch.resolve_settings(sections.load_recipe(recipe), overrides | {"data.path": outline.data})
+    settings = launch.resolve_settings(parsing.load_recipe(recipe), overrides | {"data.path": outline.data})
     label = ", ".join(f"{path.rsplit('.', 1)[-1]}={_format(value)}" for path, value in point.items())
     return Cell(name, label, tuple(point.values()), seed, recipe, overrides, settings, arm.untrained)
 

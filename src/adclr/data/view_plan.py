@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
-from adclr.data.draws import TRIES, Draws, Keys, crop_boxes
+from adclr.data.random_draws import TRIES, Draws, Keys, crop_boxes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

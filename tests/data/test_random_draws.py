@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adclr.data.draws import Draws, combine, epoch_order, key_of
+from adclr.data.random_draws import Draws, combine, epoch_order, key_of
 
 KEYS = np.array([key_of(f"photo {i}.jpg") for i in range(4000)], np.uint64)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adclr import cli
-from adclr.evals import import_evaluation, wording
+from adclr.evals import import_evaluation, score_text
 from adclr.training import launch, loop
 from tiny import TINY
 
@@ -108,7 +108,7 @@ def test_matching_has_its_control_with_it(trained: Path, images: Path, capsys: p
     ],
 )
 def test_a_score_is_above_below_or_the_same(scores: dict[str, Any], words: str, tmp_path: Path) -> None:
-    (line,) = wording.compare_with_control(
+    (line,) = score_text.compare_with_control(
         "knn", import_evaluation("knn").Settings(weights="w", data="d"), scores, tmp_path / "none.json"
     )
     assert words in line

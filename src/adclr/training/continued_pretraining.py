@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from adclr.config.sections import VIT_SIZES, UserError
+from adclr.config.parsing import VIT_SIZES, UserError
 from adclr.config.settings import Settings
-from adclr.data.draws import mix
+from adclr.data.random_draws import mix
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import extract_features
 from adclr.model.blocks import LayerScale

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adclr.config import sections
-from adclr.config.sections import Section, UserError
+from adclr.config import parsing
+from adclr.config.parsing import Section, UserError
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 
@@ -108,8 +108,8 @@ def _find_control(
 
 def _compared_settings(kind: type[Section], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in which comparable evaluations agree, with absolute paths."""
-    free = sections.free_settings(kind, "control")
-    compared = {key: value for key, value in sections.current_names(kind, settings).items() if key not in free}
+    free = parsing.free_settings(kind, "control")
+    compared = {key: value for key, value in parsing.current_names(kind, settings).items() if key not in free}
     for key in ("weights", "data"):
         value = compared.get(key)
         paths = value if isinstance(value, list | tuple) else [value]
@@ -169,7 +169,7 @@ def _command(name: str, settings: Any) -> str:
 
 def _changed_settings(settings: Any) -> Iterator[str]:
     """Yield key=value of the settings that are not the default."""
-    defaults = sections.flatten(type(settings)().model_dump(mode="json"))
-    for key, value in sections.flatten(settings.model_dump(mode="json")).items():
+    defaults = parsing.flatten(type(settings)().model_dump(mode="json"))
+    for key, value in parsing.flatten(settings.model_dump(mode="json")).items():
         if key not in ("weights", "data", "from_scratch", "partial") and value != defaults[key]:
             yield f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from adclr.config.sections import UserError
-from adclr.features import embedded
-from adclr.features.embedded import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
+from adclr.config.parsing import UserError
+from adclr.features import embedding_resume
+from adclr.features.embedding_resume import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
 from adclr.system import outputs
 from adclr.system.files import read_json, sync, write_json
 from adclr.system.optional import check_installed
@@ -79,8 +79,8 @@ class Parts:
 
         Files of another origin or of another embedding are refused.
         """
-        embedded.check_files(self.layout, self.overwrite)
-        about = embedded.finished(self.layout, self.facts, self.overwrite)
+        embedding_resume.check_files(self.layout, self.overwrite)
+        about = embedding_resume.finished(self.layout, self.facts, self.overwrite)
         self.renewed = [] if about is None else self._changed(about)
         if about is None or self.renewed:
             return None
@@ -93,7 +93,7 @@ class Parts:
         return about
 
     def _changed(self, about: Facts) -> list[int]:
-        return [] if self.stamps is None else embedded.changed(self.layout, about, self.stamps)
+        return [] if self.stamps is None else embedding_resume.changed(self.layout, about, self.stamps)
 
     def _forget_changed(self) -> None:
         """Delete the records of parts whose images have changed since they were written."""
@@ -105,11 +105,11 @@ class Parts:
 
     def _reuse(self, about: Facts) -> None:
         """Write records of the valid parts of a finished embedding, so that only the others are embedded again."""
-        for number, group, record in embedded.valid_parts(self.layout, about, self._changed(about)):
+        for number, group, record in embedding_resume.valid_parts(self.layout, about, self._changed(about)):
             if self.layout.record(number).exists():
                 continue
             if self.single and record["rows"]:
-                extract = partial(embedded.extract_group, source=self.out, group=group)
+                extract = partial(embedding_resume.extract_group, source=self.out, group=group)
                 _write_atomically(self.layout.part(number), extract)
             write_json(self.layout.record(number), record)
 
@@ -137,14 +137,14 @@ class Parts:
         for leftover in [*self.folder.glob(".*.tmp"), *self.done.glob(".*.tmp")]:
             leftover.unlink()
         started = self.layout.started
-        difference = embedded.difference(started, self.facts) if started.exists() else None
+        difference = embedding_resume.difference(started, self.facts) if started.exists() else None
         if difference is not None and not self.overwrite:
             raise UserError(f"{self.out} was made with {difference}; {outputs.REMEDY}")
         if difference is not None:
             for record in self.done.glob("*.json"):
                 record.unlink()
         self._forget_changed()
-        about = embedded.finished(self.layout, self.facts, self.overwrite)
+        about = embedding_resume.finished(self.layout, self.facts, self.overwrite)
         if about is not None:
             self._reuse(about)
         if difference is not None or not started.exists() or (about is not None and started == self.layout.about):

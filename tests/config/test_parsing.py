@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from adclr.config import sections
-from adclr.config.sections import UserError, build, parse_words
+from adclr.config import parsing
+from adclr.config.parsing import UserError, build, parse_words
 from adclr.config.settings import Settings, Train
 
 
@@ -85,28 +85,28 @@ def test_words_that_are_no_settings(word: str) -> None:
 def test_yaml_is_data() -> None:
     for text in ("!!python/object/apply:os.system ['true']", "!!python/name:os.system", "&a [*a", "[" * 5000):
         with pytest.raises(UserError):
-            sections.load_yaml(text, "recipe x")
+            parsing.load_yaml(text, "recipe x")
 
 
 def test_recipes_are_found_and_mistyped_ones_corrected() -> None:
     with pytest.raises(UserError, match="did you mean 'adclr_vits16'"):
-        sections.load_recipe("adclr_vits_16")
+        parsing.load_recipe("adclr_vits_16")
     with pytest.raises(UserError, match="--list-recipes"):
-        sections.load_recipe("%%%")
+        parsing.load_recipe("%%%")
     with pytest.raises(UserError, match="cannot be read"):
-        sections.load_recipe("nowhere.yaml")
+        parsing.load_recipe("nowhere.yaml")
 
 
 def test_every_setting_is_explained_and_has_a_default() -> None:
-    for path, default, meaning in sections.describe(Settings):
+    for path, default, meaning in parsing.describe(Settings):
         assert meaning, path
         assert default or path in ("data.path", "recipe")
-    names = [path.rsplit(".", 1)[-1] for path, _ in sections.leaves(Settings)]
+    names = [path.rsplit(".", 1)[-1] for path, _ in parsing.leaves(Settings)]
     assert len(set(names)) == len(names)  # so that the short name of every setting is enough
 
 
 def test_a_short_name_that_could_be_two_settings_is_refused() -> None:
-    class Two(sections.Section):
+    class Two(parsing.Section):
         train: Train = Train()
         other: Train = Train()
 
@@ -121,8 +121,8 @@ def test_settings_go_through_yaml_unchanged() -> None:
     again = build(Settings, yaml.safe_load(yaml.safe_dump(settings.model_dump(mode="json"))))
     assert again == settings
     other = build(Settings, {"loggers": ["wandb"], "clip_norm": 1.0, "epochs": 33})
-    assert sections.differences(settings, other) == ["optim.clip_norm is None there and 1.0 here"]
-    assert sections.differences(settings, other, ["optim.clip_norm"]) == []
+    assert parsing.differences(settings, other) == ["optim.clip_norm is None there and 1.0 here"]
+    assert parsing.differences(settings, other, ["optim.clip_norm"]) == []
 
 
 def test_fields_say_where_a_setting_may_differ() -> None:
@@ -131,14 +131,14 @@ def test_fields_say_where_a_setting_may_differ() -> None:
     every = {"weights", "data", "num_workers", "device", "max_unreadable", "checkpoint_minutes"}
     tested = {"pictures", "test_batch_size"}
     more = {"compile", "inference", "test_scales", "test_mirrored", "val_split"}
-    assert sections.free_settings(detection.Settings, "resume") == every | tested
-    assert sections.free_settings(segmentation.Settings, "resume") == every | tested | more
-    assert sections.free_settings(finetune.Settings, "resume") == every | {
+    assert parsing.free_settings(detection.Settings, "resume") == every | tested
+    assert parsing.free_settings(segmentation.Settings, "resume") == every | tested | more
+    assert parsing.free_settings(finetune.Settings, "resume") == every | {
         *("micro_batch_size", "compile", "validate_every")
     }
-    assert sections.free_settings(detection.Settings, "control") == {"from_scratch", "partial", "device", "num_workers"}
-    study = sections.free_settings(finetune.Settings, "study")
+    assert parsing.free_settings(detection.Settings, "control") == {"from_scratch", "partial", "device", "num_workers"}
+    study = parsing.free_settings(finetune.Settings, "study")
     assert study == every | {"partial", "from_scratch", "precision", "compile", "micro_batch_size"}
-    pretraining = sections.free_settings(Settings, "resume")
+    pretraining = parsing.free_settings(Settings, "resume")
     assert {"recipe", "data.path", "train.compile", "train.device", "probe.data"} < pretraining
     assert not {"train.epochs", "train.precision", "train.seed", "optim.lr", "data.mean"} & pretraining

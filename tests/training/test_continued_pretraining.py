@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 import adclr as package
 from adclr import cli
-from adclr.config import sections
-from adclr.config.sections import UserError
+from adclr.config import parsing
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.data.draws import key_of
+from adclr.data.random_draws import key_of
 from adclr.data.sources import ImageFolder
 from adclr.evals.features import extract_features
 from adclr.system.runs import Run
-from adclr.training import continued, job, launch, planning
+from adclr.training import continued_pretraining, job, launch, planning
 from adclr.training.journal import Journal
 from adclr.training.plan_gpus import Gpu
 from adclr.training.schedules import Schedules
@@ -59,11 +59,11 @@ def backbone(run: Path, part: str, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [16, 24])
 def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size: int) -> None:
-    taken, _ = continued.adopt_settings(str(weights), {})
-    settings = sections.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
+    taken, _ = continued_pretraining.adopt_settings(str(weights), {})
+    settings = parsing.build(Settings, FREE, taken, {"init": str(weights), "global_size": size, "masked_weight": 1.0})
     method = job.build(settings)
     heads = {name: tensor.clone() for name, tensor in method.student.head.state_dict().items()}
-    assert continued.load_init(method, settings) == load_weights(weights).fingerprint()
+    assert continued_pretraining.load_init(method, settings) == load_weights(weights).fingerprint()
     loaded = load_weights(weights).vit
     method.eval()
     images = torch.randn(5, 3, size, size)
@@ -106,7 +106,7 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     assert json.loads((run.path / "results.json").read_text())["probes"] == rows
     # what it began with is what the weights alone make of the images
     source = ImageFolder(images / "train")
-    kept = load_file(run.path / continued.FEATURES)
+    kept = load_file(run.path / continued_pretraining.FEATURES)
     loaded = load_weights(weights)
     found = extract_features(loaded, source, lambda x: loaded.vit(x).cls, torch.device("cpu"), show=False)
     assert torch.equal(kept["features"], found.values)
@@ -119,7 +119,9 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     )
     assert [row for row in run.rows("metrics.jsonl") if row.get("effective_rank") == 99]
     schedules = Schedules(settings, 4)
-    watch = continued.ForgettingProbe(run, settings, schedules, lambda: loaded, source, torch.device("cpu"), 8, None)
+    watch = continued_pretraining.ForgettingProbe(
+        run, settings, schedules, lambda: loaded, source, torch.device("cpu"), 8, None
+    )
     assert watch.first["effective_rank"] == pytest.approx(rows[0]["effective_rank"])
 
 
@@ -174,7 +176,7 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
         with pytest.raises(UserError, match=message):
             pretrain(images, tmp_path / "run", weights, **{name: wrong})
     with pytest.raises(UserError, match="would freeze random numbers"):
-        sections.build(Settings, {"freeze_backbone_epochs": 1})
+        parsing.build(Settings, {"freeze_backbone_epochs": 1})
     with pytest.raises(UserError, match="do not exist"):
         pretrain(images, tmp_path / "run", tmp_path / "nowhere.safetensors")
     bad = tmp_path / "bad" / "backbone.safetensors"
@@ -185,16 +187,16 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
         pretrain(images, tmp_path / "run", bad)
     assert not (tmp_path / "run").exists()
 
-    kept, told = continued.adopt_settings(str(weights), {"data.mean": (0.5, 0.5, 0.5), "model.depth": 2})
+    kept, told = continued_pretraining.adopt_settings(str(weights), {"data.mean": (0.5, 0.5, 0.5), "model.depth": 2})
     assert not {"data.mean", "model.depth", "model.size"} & set(kept)
     assert (kept["model.dim"], kept["model.patch_size"], kept["data.std"]) == (24, 4, (0.2, 0.3, 0.1))
     assert "width 24, 2 blocks, 3 heads, patches of 4" in told
     common = tiny(model__dim=None, model__depth=None, model__num_heads=None, layer_scale=0.1, num_registers=1)
     save_backbone(tmp_path / "common", architecture(common).build().state_dict(), common)
-    kept, _ = continued.adopt_settings(str(tmp_path / "common" / "backbone.safetensors"), {})
+    kept, _ = continued_pretraining.adopt_settings(str(tmp_path / "common" / "backbone.safetensors"), {})
     assert (kept["model.size"], kept["model.dim"], kept["model.num_registers"]) == ("small", None, 1)
     assert kept["model.layer_scale"] is not None
-    method = job.build(sections.build(Settings, TINY | {"init": "x"} | kept))
+    method = job.build(parsing.build(Settings, TINY | {"init": "x"} | kept))
     assert method.student.backbone.dim == 384
 
 
@@ -233,7 +235,7 @@ def test_the_watch_warns_once_when_features_get_worse(
 
 def test_with_labels_the_score_decides_and_without_the_features() -> None:
     first = {"knn_top1": 60.0, "effective_rank": 40.0}
-    describe = partial(continued.describe_decline, first)
+    describe = partial(continued_pretraining.describe_decline, first)
     assert describe(first | {"drift_cosine": 1.0}) is None
     assert describe({"knn_top1": 59.5, "effective_rank": 3.0, "drift_cosine": 0.1}) is None
     assert "kNN is 58.0 % where the weights it began with had 60.0 %" in str(describe({"knn_top1": 58.0}))

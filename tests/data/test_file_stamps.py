@@ -16,11 +16,11 @@ from PIL import Image
 
 import adclr as package
 from adclr import cli
-from adclr.config.sections import UserError
-from adclr.data import stamps
+from adclr.config.parsing import UserError
+from adclr.data import file_stamps
 from adclr.data.collection import open_source
-from adclr.data.stamps import Stamps
-from adclr.features.parts import Parts
+from adclr.data.file_stamps import Stamps
+from adclr.features.embedding_files import Parts
 from adclr.system.runs import Run
 from adclr.training import launch
 from adclr.weights.backbone import architecture, save_backbone
@@ -153,18 +153,18 @@ def test_an_update_that_is_stopped_goes_on(
     package.embed(weights, photos, out=out, **EMBED)
     for number in (0, 15):
         photograph(photos / f"{number:02d}.bmp", 100 + number, days_ago=1)
-    from adclr.features import parts
+    from adclr.features import embedding_files
 
     for when in ("_join", "write_json"):  # before the parts are put together, and after it
         with monkeypatch.context() as patch:
-            real = getattr(parts, when)
+            real = getattr(embedding_files, when)
 
             def stop(path: Path, value: Any, real: Any = real) -> Any:
                 if path.name == ".f.parquet.tmp" or (path.name == "f.parquet.json" and value["finished"]):
                     raise KeyboardInterrupt
                 return real(path, value)
 
-            patch.setattr(parts, when, stop)
+            patch.setattr(embedding_files, when, stop)
             with pytest.raises(KeyboardInterrupt):
                 package.embed(weights, photos, out=out, **EMBED)
     assert written == [0, 1, 2, 3, 0, 3]  # each once more at most
@@ -336,16 +336,16 @@ def test_a_run_can_be_told_to_look_at_contents(
 
 def test_every_kind_of_collection_has_stamps(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("photos/00.bmp\nphotos/none.bmp\n")
-    listed = stamps.read_stamps(open_source(tmp_path / "list.txt"))
+    listed = file_stamps.read_stamps(open_source(tmp_path / "list.txt"))
     assert listed.sizes.tolist() == [(photos / "00.bmp").stat().st_size, -1]
     for number in (0, 1):
         with tarfile.open(tmp_path / f"{number}.tar", "w") as archive:
             archive.add(photos / "00.bmp", "00.bmp")
             archive.add(photos / "01.bmp", "01.bmp")
-    before = stamps.read_stamps(open_source(f"{tmp_path}/*.tar"))
+    before = file_stamps.read_stamps(open_source(f"{tmp_path}/*.tar"))
     os.utime(tmp_path / "1.tar")
-    after = stamps.read_stamps(open_source(f"{tmp_path}/*.tar"))
-    assert stamps.find_replaced(before, after, "time").tolist() == [2, 3]  # all of the shard
+    after = file_stamps.read_stamps(open_source(f"{tmp_path}/*.tar"))
+    assert file_stamps.find_replaced(before, after, "time").tolist() == [2, 3]  # all of the shard
 
 
 def test_rows_of_a_hugging_face_data_set_have_stamps(photos: Path, tmp_path: Path) -> None:
@@ -354,23 +354,23 @@ def test_rows_of_a_hugging_face_data_set_have_stamps(photos: Path, tmp_path: Pat
     def write(path: Path, names: list[str]) -> Stamps:
         rows = datasets.Dataset.from_dict({"image": [str(photos / name) for name in names]})
         rows.cast_column("image", datasets.Image()).save_to_disk(path)
-        return stamps.read_stamps(open_source(f"hf:{path}"))
+        return file_stamps.read_stamps(open_source(f"hf:{path}"))
 
     first = write(tmp_path / "a", ["00.bmp", "01.bmp"])
     assert len(first) == 2
     assert (first.times > 0).all()
     photograph(photos / "01.bmp", 1, side=64)
     other = write(tmp_path / "b", ["00.bmp", "01.bmp"])
-    assert stamps.find_replaced(first, other, "time").tolist() == [0, 1]
+    assert file_stamps.find_replaced(first, other, "time").tolist() == [0, 1]
 
 
 def test_stamps_are_found_again_by_the_keys_of_images(tmp_path: Path) -> None:
     keys = np.array([30, 10, 20], np.uint64)
     taken = Stamps(np.array([3, 1, 2]), np.array([33, 11, 22]))
     taken.save(tmp_path / "s.npz", keys)
-    again = stamps.load_stamps(tmp_path / "s.npz", np.array([10, 20, 30], np.uint64))
+    again = file_stamps.load_stamps(tmp_path / "s.npz", np.array([10, 20, 30], np.uint64))
     assert again is not None
     assert (again.sizes.tolist(), again.times.tolist()) == ([1, 2, 3], [11, 22, 33])
-    assert stamps.load_stamps(tmp_path / "s.npz", np.array([10, 20, 31], np.uint64)) is None
+    assert file_stamps.load_stamps(tmp_path / "s.npz", np.array([10, 20, 31], np.uint64)) is None
     (tmp_path / "s.npz").write_bytes(b"damaged")
-    assert stamps.load_stamps(tmp_path / "s.npz", keys) is None
+    assert file_stamps.load_stamps(tmp_path / "s.npz", keys) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adclr.config.sections import UserError
+from adclr.config.parsing import UserError
 from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
 from adclr.system.progress import ProgressCount
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from adclr.config.sections import UserError
-from adclr.study import outline, table
-from adclr.study.outline import read_study
+from adclr.config.parsing import UserError
+from adclr.study import study_file, table
 from adclr.study.results import Results, add_scores
+from adclr.study.study_file import read_study
 from studied import KNN, SMALL, store_results, study
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -156,9 +156,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_data_is_a_name_a_kind_and_a_folder_in_it() -> None:
     folders = {"cars": Path("/data/cars"), "im": Path("/data/im")}
-    assert outline.data_path("cars:cars", folders) == "cars:/data/cars"
-    assert outline.data_path("im/train/a", folders) == "/data/im/train/a"
-    assert outline.data_name("cars:im/train") == "im"
+    assert study_file.data_path("cars:cars", folders) == "cars:/data/cars"
+    assert study_file.data_path("im/train/a", folders) == "/data/im/train/a"
+    assert study_file.data_name("cars:im/train") == "im"
 
 
 @pytest.mark.parametrize(
