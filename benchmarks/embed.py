@@ -102,7 +102,7 @@ class Bench:
             self.rate("decode, on the GPU", len(taken), lambda: gpu.pack(list(taken)))
         packed = pack(pixels, pin=True).to(self.device)
         indices = np.arange(len(pixels))
-        self.rate("resize, on the GPU", len(pixels), lambda: reader._framed(packed, indices))
+        self.rate("resize, on the GPU", len(pixels), lambda: reader._resize_on_gpu(packed, indices))
 
     def write(self, groups: list[SameSize], count: int) -> None:
         rows = [
