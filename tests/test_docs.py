@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/get_started.md", "docs/adclr_plus.md"]
 PAGES += [f"docs/tutorials/{path.name}" for path in sorted((ROOT / "docs/tutorials").glob("*.md"))]
 TINY_WORDS = [word for word in words(TINY) if not word.startswith("train.device")]
-TRAINED = {"evaluate linear": "epochs=2", "evaluate finetune": "epochs=2", "evaluate segmentation": "steps=4"}
+TRAINED = {
+    "evaluate linear": ["epochs=2"],
+    "evaluate finetune": ["epochs=2"],
+    "evaluate segmentation": ["steps=4", "size=32", "batch_size=2"],
+}
 # Words and phrases of no field, or that must be decoded; DESIGN calls for the field's own.
 BANNED = (
     *(r"in places", r"alike", r"the house", r"at rest", r"who may", r"that is a riddle", r"is held against"),
@@ -64,9 +68,9 @@ def run_line(line: str) -> None:
         parts += TINY_WORDS
         if any(word.startswith("views.query_source") for word in parts):
             parts += ["train.epochs=2"]
-    for command, word in TRAINED.items():
+    for command, small in TRAINED.items():
         if parts[:2] == command.split():
-            parts.append(word)
+            parts += small
     parts = ["size=32" if part in ("size=448", "size=224") else part for part in parts]
     if program == "torchrun":
         parts[parts.index("--nproc-per-node") + 1] = "2"

@@ -311,10 +311,10 @@ def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
     module, name = importlib.import_module(options.settings), getattr(options, "name", None)
     if options.command == "evaluate":
         for one in [name] if name else module.NAMES:
-            yield f"settings of {one}{module.recipe_hint(one)}:", module.module(one).Settings
+            yield f"settings of {one}{module.recipe_hint(one)}:", module.import_evaluation(one).Settings
     elif options.command == "visualize":
-        for one in [name] if name in module.DRAW else module.DRAW:
-            yield f"settings of {one}:", module.DRAW[one][0]
+        for one in [name] if name in module.FIGURES else module.FIGURES:
+            yield f"settings of {one}:", module.FIGURES[one][0]
     else:
         note = {"pretrain": ", with the defaults that recipes start from", "plan": ", as of adclr pretrain"}
         yield f"settings{note.get(options.command, '')}:", module.Settings

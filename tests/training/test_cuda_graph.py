@@ -113,7 +113,7 @@ def attempt(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, error: Exception | None
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocating, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", cuda.release, raising=False)
-    monkeypatch.setattr(cuda_graph, "stream", lambda *_: Side())
+    monkeypatch.setattr(cuda_graph, "shared_stream", lambda *_: Side())
     monkeypatch.setattr(cuda_graph, "_failed", [])
     views = micro_batch.random_views(tiny(), 2, torch.device("cpu"))
     monkeypatch.setattr(torch, "rand", cuda.rand)
