@@ -1,3 +1,5 @@
+"""`python -m adclr` is the command `adclr`."""
+
 from adclr.cli import main
 
 main()

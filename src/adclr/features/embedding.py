@@ -228,6 +228,7 @@ class Network:
 
     @torch.no_grad()
     def __call__(self, groups: list[SameSize]) -> list[SizeFeatures]:
+        """Return the features of all images; those of a large group come in several parts."""
         patches = self.dense or self.settings.vector != "cls"
         features = []
         for portion in self._portions(groups):

@@ -208,6 +208,7 @@ class Guard:
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by the application with `HEADERS` added, or by a refusal."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
