@@ -127,8 +127,8 @@ def _embed(options: Namespace, values: dict[str, Any]) -> None:
     from adclr.config.parsing import build
     from adclr.features import embedding
 
-    for name, what in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
-        _require(options, name, f"{what} is missing; write adclr embed W IMAGES --out features.parquet")
+    for name, argument in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
+        _require(options, name, f"{argument} is missing; write adclr embed W IMAGES --out features.parquet")
     settings = build(embedding.Settings, values, {"check": options.check} if options.check else {})
     out = Path(options.out)
     embedding.run(options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite)
@@ -211,9 +211,9 @@ def parser() -> Parser:
         name: str, run: Run, summary: str, settings: str | None = None, epilog: str | None = None
     ) -> Callable[..., argparse.Action]:
         """Add a command and the module with its settings, which --help lists; return what adds its arguments."""
-        one = commands.add_parser(name, help=summary, epilog=epilog, add_help=settings is None)
-        one.set_defaults(parser=one, run=run, settings=settings)
-        return one.add_argument
+        subparser = commands.add_parser(name, help=summary, epilog=epilog, add_help=settings is None)
+        subparser.set_defaults(parser=subparser, run=run, settings=settings)
+        return subparser.add_argument
 
     add = command("demo", _demo, "the whole story on built-in images, on a CPU, in a few minutes")
     add("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
@@ -294,15 +294,15 @@ def parser() -> Parser:
     add("--host", default="127.0.0.1", help="(%(default)s); another one needs the token that is printed")
     add("--port", type=int, default=8765, help="(%(default)s); 0: any that is free")
 
-    for name, one in commands.choices.items():
+    for name, subparser in commands.choices.items():
         short = name in ("pretrain", "plan")  # which have many settings
-        what = "the settings that are changed most often" if short else "every setting with its default"
-        if not one.add_help:
-            one.add_argument("-h", "--help", action="store_true", help=f"this, and {what}")
+        listed = "the settings that are changed most often" if short else "every setting with its default"
+        if not subparser.add_help:
+            subparser.add_argument("-h", "--help", action="store_true", help=f"this, and {listed}")
         if short:
-            one.add_argument("--help-all", action="store_true", help="this, and every setting with its default")
+            subparser.add_argument("--help-all", action="store_true", help="this, and every setting with its default")
         if name not in ("pretrain", "explore"):
-            one.add_argument("--overwrite", action="store_true", help=OVERWRITE)
+            subparser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     return main
 
 
@@ -310,11 +310,11 @@ def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
     """Yield (title, settings class) for --help."""
     module, name = importlib.import_module(options.settings), getattr(options, "name", None)
     if options.command == "evaluate":
-        for one in [name] if name else module.NAMES:
-            yield f"settings of {one}{module.recipe_hint(one)}:", module.import_evaluation(one).Settings
+        for item in [name] if name else module.NAMES:
+            yield f"settings of {item}{module.recipe_hint(item)}:", module.import_evaluation(item).Settings
     elif options.command == "visualize":
-        for one in [name] if name in module.FIGURES else module.FIGURES:
-            yield f"settings of {one}:", module.FIGURES[one][0]
+        for item in [name] if name in module.FIGURES else module.FIGURES:
+            yield f"settings of {item}:", module.FIGURES[item][0]
     else:
         note = {"pretrain": ", with the defaults that recipes start from", "plan": ", as of adclr pretrain"}
         yield f"settings{note.get(options.command, '')}:", module.Settings

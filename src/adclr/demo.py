@@ -27,23 +27,23 @@ SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety o
 
 
 def run(out: Path, seed: int, overwrite: bool = False) -> None:
-    """Everything lies in `out`; a second time goes on from where the first stopped.
+    """Render scenes, pretrain on them and draw what the weights attend to, all in `out`; resume what was stopped.
 
-    With `overwrite`, `out` may hold other files, which stay, and a demo of another seed is made anew.
+    With `overwrite`, `out` may hold other files, which stay, and a demo of another seed is replaced.
     """
     started = time.monotonic()
     images, half, folder, picture = out / "scenes", out / ".scenes.tmp", out / "run", out / "attention.png"
     check_writable(out)
     note = images / "seed.txt"
-    own = note.exists()  # version 0.1 put nothing into the picture
-    outputs.check_overwrite("demo", () if own else [picture], overwrite)
+    rendered = note.exists()  # by a demo; version 0.1 did not sign the picture
+    outputs.check_overwrite("demo", () if rendered else [picture], overwrite)
     if os.path.exists(out) and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     if out.is_dir() and not overwrite and any(path not in (images, half, folder, picture) for path in out.iterdir()):
         raise UserError(f"{out} holds something else; choose another --out, or say --overwrite to leave it there")
-    if images.exists() and not own:
+    if images.exists() and not rendered:
         raise UserError(f"{images} was not rendered by adclr demo; choose another --out")
-    if own and note.read_text().strip() != str(seed):
+    if rendered and note.read_text().strip() != str(seed):
         if not overwrite:
             raise UserError(f"{images} was rendered from another seed; choose another --out, or say --overwrite")
         for path in (folder, images):
@@ -68,27 +68,27 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
 
 
 def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
-    """A row for each scene: its queries, where `[CLS]` and they look, what is like them, and components of patches."""
+    """Return a sheet with a row for each scene: queries, attention of `[CLS]` and queries, similarity, components."""
     patch = weights.vit.patch_size
-    seen = [analysis.prepare_image(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
-    patches = [analysis.patch_features(weights, one) for one in seen]
+    inputs = [analysis.prepare_image(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]
+    patches = [analysis.patch_features(weights, image) for image in inputs]
     basis = analysis.fit_basis(torch.cat(patches))
     rows = []
-    for scene, one, part in zip(shown, seen, patches, strict=True):
-        cells = figures.query_image(weights, one, query_boxes(scene)).cells(figures.CELL)
-        colours = basis.colours(part).reshape(*one.grid(weights.vit), 3)
+    for scene, image, part in zip(shown, inputs, patches, strict=True):
+        cells = figures.query_image(weights, image, query_boxes(scene)).cells(figures.CELL)
+        colors = basis.colors(part).reshape(*image.grid(weights.vit), 3)
         cells.append(
-            Cell(drawing.overlay_colors(drawing.display_image(one.pixels, figures.CELL), colours), "components")
+            Cell(drawing.overlay_colors(drawing.display_image(image.pixels, figures.CELL), colors), "components")
         )
         rows.append(cells)
-    return drawing.compose_sheet(rows, [one.name for one in seen], figures.QUERY_BAR)
+    return drawing.compose_sheet(rows, [image.name for image in inputs], figures.QUERY_BAR)
 
 
 def query_boxes(scene: Scene) -> list[Box]:
-    """Two queries: a square in the middle of the largest object, and one in a corner that is ground."""
-    thing = max(scene.objects, key=lambda t: int(t.mask.sum()))
+    """Return two query boxes: a square in the middle of the largest object, and one in a corner that is ground."""
+    largest = max(scene.objects, key=lambda t: int(t.mask.sum()))
     size, side = scene.image.shape[0], scene.image.shape[0] // 4
-    left, top = ((thing.box[i] + thing.box[i + 2]) // 2 - side // 2 for i in (0, 1))
+    left, top = ((largest.box[i] + largest.box[i + 2]) // 2 - side // 2 for i in (0, 1))
     labels = scene.labels()
     corners = [(x, y) for x in (0, size - side) for y in (0, size - side)]
     x, y = min(corners, key=lambda c: int((labels[c[1] : c[1] + side, c[0] : c[0] + side] > 0).sum()))

@@ -140,7 +140,7 @@ def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     order = torch.randperm(400)
     again = analysis.fit_basis(x[order])
     torch.testing.assert_close(again.directions, found.directions, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(again.colours(x), found.colours(x), atol=1e-5)
+    np.testing.assert_allclose(again.colors(x), found.colors(x), atol=1e-5)
     mirrored = analysis.fit_basis(2 * x.mean(dim=0) - x)  # the same variances; nothing but a convention fixes the sign
     torch.testing.assert_close(mirrored.directions, found.directions, rtol=1e-6, atol=1e-8)
     for direction in found.directions:
@@ -148,7 +148,7 @@ def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     _, s, v = np.linalg.svd((x - x.mean(dim=0)).numpy(), full_matrices=False)
     np.testing.assert_allclose(abs((v[:3] * found.directions.numpy()).sum(axis=1)), 1, rtol=1e-9)
     np.testing.assert_allclose(found.explained, (s**2 / (s**2).sum())[:3], rtol=1e-5)
-    colors = found.colours(x)
+    colors = found.colors(x)
     assert colors.shape == (400, 3)
     assert colors.min() == 0
     assert colors.max() == 1

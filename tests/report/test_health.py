@@ -96,7 +96,7 @@ def test_patches_are_matched_to_their_places() -> None:
 
     def where(boxes: matching.Boxes) -> torch.Tensor:
         down, across = matching._middles(grid, CPU)
-        x, y = boxes.place(across.flatten(), down.flatten())
+        x, y = boxes.to_image(across.flatten(), down.flatten())
         angles = torch.stack([x, y], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -115,10 +115,10 @@ def test_views_are_cut_where_the_boxes_say() -> None:
     for boxes in matching.draw_views(Draws(0, 0, torch.arange(8).numpy().astype("uint64")), CPU):
         cut = matching.crop_views(image, boxes, (12, 12))
         v, u = matching._middles((12, 12), CPU)
-        x, y = boxes.place(u, v)
+        x, y = boxes.to_image(u, v)
         assert (cut[:, 0] - x).abs().max() < 0.02
         assert (cut[:, 1] - y).abs().max() < 0.02
-        back = boxes.find(x.flatten(1), y.flatten(1))
+        back = boxes.to_view(x.flatten(1), y.flatten(1))
         assert torch.allclose(back[0], u.flatten().expand(8, -1), atol=1e-5)
         assert torch.allclose(back[1], v.flatten().expand(8, -1), atol=1e-5)
 

@@ -274,15 +274,15 @@ for _name, _pattern in _PLAIN.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), None)
 
 
-def load_yaml(text: str, what: str) -> Any:
+def load_yaml(text: str, name: str) -> Any:
     """Return the data of a YAML text; tags that name Python objects are refused."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{what} is not readable as YAML ({first}); mend it") from None
+        raise UserError(f"{name} is not readable as YAML ({first}); mend it") from None
     except (RecursionError, ValueError) as error:  # a thousand brackets; a date that does not exist
-        raise UserError(f"{what} is not readable as YAML ({type(error).__name__}); mend it") from None
+        raise UserError(f"{name} is not readable as YAML ({type(error).__name__}); mend it") from None
 
 
 def build(model: type[S], *layers: Mapping[str, Any], warn: bool = True) -> S:

@@ -92,8 +92,10 @@ def build_store(
         return None
     with ThreadPool(max(1, num_workers), "cache") as pool:
         size = estimate_bytes(read, count, pool)
-        where = choose_location(mode, size, free) if size else None  # if nothing can be read, the first batch says so
-    if where is None:
+        location = (
+            choose_location(mode, size, free) if size else None
+        )  # if nothing can be read, the first batch says so
+    if location is None:
         return None
     capacity = MARGIN * size + 2**26 if mode == "auto" else free.host
     part = int(np.clip(PART_BYTES * count // size, 1, PART_IMAGES))
@@ -102,7 +104,7 @@ def build_store(
         if mode == "auto":
             return None
         raise UserError(f"the images do not fit into memory as data.cache={mode} wants; set data.cache=auto")
-    return Store(packed.to(device) if where == "gpu" else packed)
+    return Store(packed.to(device) if location == "gpu" else packed)
 
 
 def choose_location(mode: str, size: float, free: FreeMemory) -> Literal["ram", "gpu"] | None:

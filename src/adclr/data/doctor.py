@@ -248,8 +248,8 @@ def _advice(
     if deep:
         advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
     if settings.num_channels == 3 and num_gray == len(good):
-        one = shlex.join(_color_settings(report["mean"][:1], report["std"][:1], 1))
-        advice.append(f"all images are gray; {one} trains on one channel")
+        gray_settings = shlex.join(_color_settings(report["mean"][:1], report["std"][:1], 1))
+        advice.append(f"all images are gray; {gray_settings} trains on one channel")
     elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
         advice.append(f"their colors are unlike those that recipes start from; {shlex.join(colors)} uses their own")
     return advice

@@ -138,8 +138,8 @@ class Feed:
         with closing(self.batches(((0, part) for part in np.split(indices, 1 + batches)), lambda *_: None)) as decoded:
             next(decoded)
             started = time.perf_counter()
-            for one in decoded:
-                count, spent = count + len(one.packed.sizes), time.perf_counter() - started
+            for loaded in decoded:
+                count, spent = count + len(loaded.packed.sizes), time.perf_counter() - started
                 if spent > seconds:
                     break
         return count / spent

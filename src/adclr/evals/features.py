@@ -27,7 +27,7 @@ class Features:
     """Features of the readable images of a source."""
 
     values: Tensor  # n×D float32, on the CPU
-    kept: NDArray[np.int64]  # their indices in the source
+    indices: NDArray[np.int64]  # of the readable images, in the source
     unreadable: dict[str, str]  # path -> reason
 
 
@@ -120,8 +120,8 @@ def extract_features(
 
 def readable_labels(features: Features, split: Split, classes: list[str], max_unreadable: float) -> Tensor:
     """Return the labels of the readable images; refuse to score a split of which too many images are unreadable."""
-    check_readable(split.source, len(split.labels) - len(features.kept), max_unreadable)
-    labels = split.labels[features.kept]
+    _check_readable(split.source, len(split.labels) - len(features.indices), max_unreadable)
+    labels = split.labels[features.indices]
     check_classes(split, labels, classes)
     return torch.from_numpy(labels)
 
@@ -129,11 +129,11 @@ def readable_labels(features: Features, split: Split, classes: list[str], max_un
 def count_unreadable(reader: ImageReader, max_unreadable: float) -> int:
     """Return how many images no process could read; refuse to score a source of which they are too many."""
     count = int(distributed.all_reduce_sum(torch.tensor([len(reader.unreadable)], device=reader.device)).item())
-    check_readable(reader.source, count, max_unreadable)
+    _check_readable(reader.source, count, max_unreadable)
     return count
 
 
-def check_readable(source: Source, num_unreadable: int, max_unreadable: float) -> None:
+def _check_readable(source: Source, num_unreadable: int, max_unreadable: float) -> None:
     """Refuse a source of which more than a share of the images is unreadable."""
     if num_unreadable > max_unreadable * len(source):
         raise UserError(

@@ -69,11 +69,11 @@ def most_likely_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
     best = classes = None
     for first in range(0, num_classes, at_once):
         enlarged = F.interpolate(scores[:, first : first + at_once].float(), size=size, mode="bilinear")
-        top, which = enlarged.max(dim=1)
+        top, index = enlarged.max(dim=1)
         if best is None or classes is None:
-            best, classes = top, which
+            best, classes = top, index
         else:
-            classes = torch.where(top > best, which + first, classes)
+            classes = torch.where(top > best, index + first, classes)
             best = torch.maximum(best, top)
     assert classes is not None
     return classes

@@ -196,8 +196,8 @@ def predict_labels(memory: Memory, queries: Tensor, k: int, temperature: float) 
             best, order = top.topk(k, dim=1)
             nearest = indices.gather(1, order)
         at_once = max(1, MAX_SIMILARITIES // (8 * k * part.shape[1]))
-        for few, neighbors in zip(torch.split(part, at_once), torch.split(nearest, at_once), strict=True):
-            predictions.append(_average_labels(memory, few, neighbors, temperature))
+        for queries, neighbors in zip(torch.split(part, at_once), torch.split(nearest, at_once), strict=True):
+            predictions.append(_average_labels(memory, queries, neighbors, temperature))
     return torch.cat(predictions)
 
 

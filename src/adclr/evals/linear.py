@@ -197,9 +197,9 @@ def score(
     grid = Grid(val.values.shape[1], len(classes), lrs, settings.seed, device)
     if settings.quick:
         features, labels = extract_split(labeled.train, "train features")
-        keys = labeled.train.source.keys[features.kept]
+        keys = labeled.train.source.keys[features.indices]
         _train(grid, _batches_of_features(features.values.to(device), labels.to(device), keys, settings))
-        num_train = len(features.kept)
+        num_train = len(features.indices)
     else:
         crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop)
         _train(grid, _batches_of_crops(crops, weights, pool_images, settings))

@@ -70,13 +70,13 @@ class Boxes(NamedTuple):
     side: Tensor
     flipped: Tensor
 
-    def place(self, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    def to_image(self, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """Convert positions in the view (...) to positions in the images (B×...)."""
         x = torch.where(self.flipped, 1 - across.unsqueeze(-1), across.unsqueeze(-1)) * self.side + self.left
         y = down.unsqueeze(-1) * self.side + self.top
         return x.movedim(-1, 0), y.movedim(-1, 0)
 
-    def find(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def to_view(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Convert positions in the images, B×n, to positions in the view, B×n."""
         across = (x - self.left.unsqueeze(1)) / self.side.unsqueeze(1)
         down = (y - self.top.unsqueeze(1)) / self.side.unsqueeze(1)
@@ -117,7 +117,7 @@ def _untrained_like(vit: VisionTransformer) -> VisionTransformer:
         for module in untrained.modules():
             if isinstance(module, nn.Conv2d | nn.LayerNorm):
                 module.reset_parameters()
-        untrained.initialise()
+        untrained.initialize()
     return untrained.to(next(vit.parameters()).device)
 
 
@@ -194,14 +194,14 @@ def draw_views(draws: Draws, device: torch.device) -> tuple[Boxes, Boxes]:
 def crop_views(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     """Return the views B×C×size of images B×C×H×W, by bicubic sampling."""
     down, across = _middles(size, images.device)
-    x, y = boxes.place(across, down)
+    x, y = boxes.to_image(across, down)
     return F.grid_sample(
         images, 2 * torch.stack([x, y], dim=-1) - 1, mode="bicubic", padding_mode="border", align_corners=False
     )
 
 
 def match_patches(
-    first: Tensor, second: Tensor, one: Boxes, other: Boxes, grid: tuple[int, int]
+    first: Tensor, second: Tensor, boxes: Boxes, other_boxes: Boxes, grid: tuple[int, int]
 ) -> tuple[float, float, float]:
     """Return the number of patches that are matched correctly, that expected by chance, and the total.
 
@@ -209,8 +209,8 @@ def match_patches(
     """
     height, width = grid
     down, across = _middles(grid, first.device)
-    x, y = one.place(across.flatten(), down.flatten())
-    across, down = other.find(x, y)  # B×N, of the view
+    x, y = boxes.to_image(across.flatten(), down.flatten())
+    across, down = other_boxes.to_view(x, y)  # B×N, of the view
     inside = (across >= 0) & (across < 1) & (down >= 0) & (down < 1)
     best = (F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).mT).argmax(dim=-1)
     column, row = across * width - 0.5, down * height - 0.5  # in patches

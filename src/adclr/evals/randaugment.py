@@ -134,16 +134,16 @@ def randaugment(x: Tensor, draws: Draws, magnitude: float, fill: tuple[float, ..
     sign = np.where(draws.chance("ra sign", 0.5, NUM_LAYERS), 1.0, -1.0)
     fill_color = send(np.array(fill, np.float32).reshape(-1, 1, 1), x.device)
     for layer in range(NUM_LAYERS):
-        which, levels, signs = (array[:, layer] for array in (np.where(applied, chosen, -1), level, sign))
+        operations, levels, signs = (array[:, layer] for array in (np.where(applied, chosen, -1), level, sign))
         for number, operation in enumerate(POINTWISE):
-            rows = np.flatnonzero(which == number)
+            rows = np.flatnonzero(operations == number)
             if len(rows):
                 values = strengths(operation, levels[rows], signs[rows]).astype(np.float32).reshape(-1, 1, 1, 1)
                 index = send(rows, x.device)
                 x[index] = operation(x[index], send(values, x.device))
-        rows = np.flatnonzero(which >= len(POINTWISE))
+        rows = np.flatnonzero(operations >= len(POINTWISE))
         if len(rows):
-            matrix = matrices(which[rows] - len(POINTWISE), levels[rows], signs[rows]).astype(np.float32)
+            matrix = matrices(operations[rows] - len(POINTWISE), levels[rows], signs[rows]).astype(np.float32)
             index = send(rows, x.device)
             x[index] = warp(x[index], send(matrix, x.device), fill_color)
     return x

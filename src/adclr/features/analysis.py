@@ -147,9 +147,9 @@ def enlarge(values: Floats, height: int, width: int) -> Floats:
 # -- similarity --
 
 
-def similarity(one: Tensor, many: Tensor) -> Tensor:
+def similarity(feature: Tensor, features: Tensor) -> Tensor:
     """Return the cosines of ...×D and N×D features, ...×N."""
-    return F.normalize(one, dim=-1) @ F.normalize(many, dim=-1).T
+    return F.normalize(feature, dim=-1) @ F.normalize(features, dim=-1).T
 
 
 class Matches(NamedTuple):
@@ -214,7 +214,7 @@ class Basis:
         """Return the components of features, N×D -> N×3."""
         return (features.double() - self.mean) @ self.directions.T
 
-    def colours(self, features: Tensor) -> Floats:
+    def colors(self, features: Tensor) -> Floats:
         """Return N×3 colors in [0, 1] of N×D features: red, green and blue are the three directions."""
         span = np.maximum(self.high - self.low, 1e-12)
         return np.asarray(((self.project(features).numpy() - self.low) / span).clip(0, 1), np.float32)

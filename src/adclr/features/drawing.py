@@ -117,7 +117,7 @@ class Cell:
     image: Image.Image
     title: str = ""
     note: str = ""  # small, after the title
-    colour: Color = INK  # of the title
+    color: Color = INK  # of the title
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def compose_sheet(
         for cell, width in zip(row, widths, strict=False):
             if heads[number]:
                 title, font = _shorten(cell.title, text, width)
-                draw.text((x, y), title, fill=cell.colour, font=font)
+                draw.text((x, y), title, fill=cell.color, font=font)
                 note_x = x + _length(title, font) + (6 if title else 0)
                 note, font = drawable_text(cell.note, small)
                 if note_x + _length(note, font) <= x + width:

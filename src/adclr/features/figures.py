@@ -197,9 +197,9 @@ def draw_queries(weights: Weights, images: Sequence[InputImage], settings: Queri
         "queries.png": drawing.compose_sheet(cells, [images[number].name for number in on_sheet], QUERY_BAR, limits)
     }
     if settings.across and len(images) > 1:
-        some = drawing.spread_evenly(len(images), settings.across)
-        first_boxes = [boxes[number][0] for number in some]
-        sheets["queries_across.png"] = _draw_across(weights, [images[n] for n in some], first_boxes, settings.block)
+        numbers = drawing.spread_evenly(len(images), settings.across)
+        first_boxes = [boxes[number][0] for number in numbers]
+        sheets["queries_across.png"] = _draw_across(weights, [images[n] for n in numbers], first_boxes, settings.block)
     return Figure(sheets, rows, limits=limits)
 
 
@@ -224,7 +224,7 @@ def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence
         crop = query_image.crop(box, weights.vit.patch_size)[None]
         _, answer = analysis.attend(weights, query_image, query_memory, crop, block)
         boxed = drawing.outline_boxes(drawing.display_image(query_image.pixels, CELL), [box])
-        upper = [Cell(boxed, "query", colour=drawing.mark(0))]
+        upper = [Cell(boxed, "query", color=drawing.mark(0))]
         lower = [Cell(drawing.display_image(crop[0], CELL), "as it is asked")]
         for image, memory in zip(images, memories, strict=True):
             maps, _ = analysis.attend(weights, image, memory, crop, block)
@@ -276,7 +276,7 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
     cells, rows, on_sheet = [], [], drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, (image, part, mask) in enumerate(zip(images, features, np.split(foreground, ends), strict=True)):
         grid = image.grid(weights.vit)
-        colors, grid_mask = basis.colours(part).reshape(*grid, 3), mask.reshape(grid)
+        colors, grid_mask = basis.colors(part).reshape(*grid, 3), mask.reshape(grid)
         single = [Cell(drawing.display_image(image.pixels, _picture_side(image)), image.name)]
         single.append(Cell(drawing.overlay_colors(single[0].image, colors, grid_mask), "components"))
         _save_picture(out, number, image, "pca", drawing.compose_sheet([single], about=about))

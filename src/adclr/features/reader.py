@@ -118,7 +118,7 @@ def split_batches(indices: NDArray[np.int64], batch_size: int) -> list[NDArray[n
     return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
 
 
-def read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) -> Decoded | str:
+def _read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) -> Decoded | str:
     """Return an image of a source, decoded, or the reason why it is unreadable; a folder that is gone is an error."""
     try:
         return decode(source.read(index))
@@ -138,7 +138,7 @@ def read_images(
     chunks = load_in_order(
         split_batches(np.asarray(indices, np.int64), CHUNK),
         lambda chunk: chunk,
-        lambda index: (index, read_image(source, decode, index)),
+        lambda index: (index, _read_image(source, decode, index)),
         lambda chunk, images: images,
         lambda: str(source.root),
         num_workers,
@@ -257,7 +257,7 @@ class ImageReader:
     def _read(self, index: int) -> Item:
         if self.store is not None:
             return self._resize(self.store.image(index))
-        return read_image(self.source, self._take, index)
+        return _read_image(self.source, self._take, index)
 
     def _take(self, data: bytes) -> Pixels | Encoded:
         encoded = self.gpu.take(data) if self.gpu is not None else None

@@ -52,7 +52,7 @@ def run(
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
-    inputs = read_inputs(source, loaded, settings)
+    inputs = _read_inputs(source, loaded, settings)
     files = [picture_file(out, number, image, name) for number, image in enumerate(inputs)]
     outputs.check_overwrite("visualize", files, overwrite, record)
     figure = FIGURES[name][1](loaded, inputs, settings, out)
@@ -77,7 +77,7 @@ def open_images(words: Sequence[str]) -> Source:
     raise UserError(f"{wrong} is not an image file; name image files, or one folder")
 
 
-def read_inputs(source: Source, weights: Weights, settings: FigureSettings) -> list[InputImage]:
+def _read_inputs(source: Source, weights: Weights, settings: FigureSettings) -> list[InputImage]:
     """Return the images to be shown; print the unreadable ones and leave them out."""
     size = settings.size or 2 * min(weights.vit.input_size)
     count = min(len(source), settings.num_images or len(source))

@@ -67,7 +67,7 @@ def expand_to_tokens(values: Tensor, groups: Sequence[Group]) -> Tensor:
     return torch.cat(expanded, dim=-1).unsqueeze(-1)
 
 
-def drop_patches(x: Tensor, groups: Sequence[Group], keep_patches: Sequence[bool]) -> Tensor:
+def _drop_patches(x: Tensor, groups: Sequence[Group], keep_patches: Sequence[bool]) -> Tensor:
     """Return the tokens of groups that keep their patches, and of the others only `[CLS]` and queries."""
     parts = []
     for part, group, keep in zip(split_groups(x, groups), groups, keep_patches, strict=True):
@@ -77,7 +77,7 @@ def drop_patches(x: Tensor, groups: Sequence[Group], keep_patches: Sequence[bool
 
 
 def groups_without_patches(groups: Sequence[Group], keep_patches: Sequence[bool]) -> tuple[Group, ...]:
-    """Return the groups of what `drop_patches` returns."""
+    """Return the groups of what `_drop_patches` returns."""
     return tuple(
         group if keep else Group(group.sequences, 1 + group.tokens - group.image, 1)
         for group, keep in zip(groups, keep_patches, strict=True)
@@ -273,9 +273,9 @@ class Block(nn.Module):
         """
         attended = self.attn(normed, groups)
         if keep_patches is not None and not all(keep_patches):
-            x, attended = (drop_patches(tokens, groups, keep_patches) for tokens in (x, attended))
+            x, attended = (_drop_patches(tokens, groups, keep_patches) for tokens in (x, attended))
             if drop_path is not None:
-                drop_path = torch.stack([drop_patches(factor, groups, keep_patches) for factor in drop_path])
+                drop_path = torch.stack([_drop_patches(factor, groups, keep_patches) for factor in drop_path])
         first, second = (None, None) if drop_path is None else drop_path
         x, normed = _add_norm(x, self.ls1(self.attn.proj(attended)), first, self.norm2)
         return _add_norm(x, self.ls2(self.mlp(normed)), second, next_norm)

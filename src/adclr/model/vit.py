@@ -141,9 +141,9 @@ class VisionTransformer(nn.Module):
         self.drop_path = drop_path  # rate of the last block; linear from 0 in the first
         self.run_block: RunBlock = run_block  # for `forward_many`
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.initialise()
+        self.initialize()
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Draw the weights of tokens, position embeddings and linear layers as timm does."""
         for token in (self.cls_token, self.reg_token, self.pos_embed):
             if token is not None:

@@ -48,7 +48,7 @@ class LiveReport:
         if step == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self.images:
-            self._try(lambda: _save(self.folder / "images.jpg", draw_images(self.images)))
+            self._try(lambda: _save(self.folder / "images.jpg", _draw_images(self.images)))
         self(step)
 
     def __call__(self, step: int) -> None:
@@ -107,7 +107,7 @@ def _crop_square(pixels: Pixels) -> Pixels:
     return pixels[:, top : top + side, left : left + side]
 
 
-def draw_images(images: Sequence[tuple[InputImage, Box]]) -> Image.Image:
+def _draw_images(images: Sequence[tuple[InputImage, Box]]) -> Image.Image:
     """Return the strip of the images themselves: each three times, as high as its maps, the second with its query."""
     cells = []
     for image, box in images:
@@ -143,7 +143,7 @@ def draw_strip(
         for crops in (None, image.crop(box, weights.vit.patch_size)[None]):
             maps, _ = analysis.attend(weights, image, memory, crops)
             cells.append(drawing.overlay_attention(cell, maps[0, 0]))
-        cells.append(drawing.overlay_colors(cell, basis.colours(patches).reshape(*image.grid(weights.vit), 3)))
+        cells.append(drawing.overlay_colors(cell, basis.colors(patches).reshape(*image.grid(weights.vit), 3)))
     return _stack(cells)
 
 

@@ -189,18 +189,18 @@ class EvaluationRow(NamedTuple):
 
 def _evaluation_rows(records: Sequence[RunRecord]) -> list[EvaluationRow]:
     rows = []
-    every = [one for record in records for one in record.evaluations]
+    evaluations = [evaluation for record in records for evaluation in record.evaluations]
     for record in records:
-        for one in record.evaluations:
-            others = [other.settings for other in every if other.name == one.name]
+        for evaluation in record.evaluations:
+            others = [other.settings for other in evaluations if other.name == evaluation.name]
             scores = [
                 (name, f"{value:.2f} %" if is_percent(name) else format_number(value))
-                for name, value in one.scores.items()
+                for name, value in evaluation.scores.items()
                 if name != "num_steps"  # which is shown with the settings
             ]
-            name = one.name + (", from scratch" if one.from_scratch else "")
-            settings = _distinctive_settings(one, others)
-            rows.append(EvaluationRow(record.name, name, one.data, settings, scores, one.started[:16]))
+            name = evaluation.name + (", from scratch" if evaluation.from_scratch else "")
+            settings = _distinctive_settings(evaluation, others)
+            rows.append(EvaluationRow(record.name, name, evaluation.data, settings, scores, evaluation.started[:16]))
     return rows
 
 

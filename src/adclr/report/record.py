@@ -86,10 +86,10 @@ class RunRecord:
     def knn_top1(self) -> float | None:
         """Return the kNN accuracy in percent: that of the last probe, else that of the newest evaluation."""
         probed = self.last_value("knn_top1")
-        evaluated = [one for one in self.evaluations if "knn_top1" in one.scores and not one.from_scratch]
+        evaluated = [item for item in self.evaluations if "knn_top1" in item.scores and not item.from_scratch]
         if probed is not None or not evaluated:
             return probed
-        return max(evaluated, key=lambda one: one.started).scores["knn_top1"]
+        return max(evaluated, key=lambda item: item.started).scores["knn_top1"]
 
 
 def read_record(path: str | Path) -> RunRecord:

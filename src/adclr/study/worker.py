@@ -46,7 +46,7 @@ def run_job(job: dict[str, Any]) -> None:
         results.add_scores(result, evaluation, scores, time.monotonic() - started, task["fingerprint"])
 
 
-def stop_with_study(pipe: int) -> None:
+def _stop_with_study(pipe: int) -> None:
     """Save and exit when the study ends, however it ends: a run must not go on unnoticed."""
     os.read(pipe, 1)  # returns when the pipe is closed; nothing is ever written to it
     os.kill(os.getpid(), signal.SIGTERM)
@@ -55,7 +55,7 @@ def stop_with_study(pipe: int) -> None:
 def main() -> None:
     """Run the job that the arguments name; a user's mistake exits with code 2."""
     if len(sys.argv) > 2:
-        threading.Thread(target=stop_with_study, args=(int(sys.argv[2]),), daemon=True).start()
+        threading.Thread(target=_stop_with_study, args=(int(sys.argv[2]),), daemon=True).start()
     try:
         run_job(read_json(Path(sys.argv[1])))
     except UserError as error:

@@ -164,10 +164,10 @@ class ForgettingProbe:
         """Return the effective rank of the features and their mean cosine with those at the start."""
         data, vit = self.settings.data, teacher.vit
         workers, batch = data.num_workers or None, self.settings.probe.images_at_once
-        found = extract_features(
+        extracted = extract_features(
             teacher, self.source, lambda images: vit(images).cls, self.device, batch, workers, show=False
         )
-        features, keys = found.values, self.source.keys[found.kept].view(np.int64)
+        features, keys = extracted.values, self.source.keys[extracted.indices].view(np.int64)
         if self.at_start:
             tensors = {"keys": torch.from_numpy(keys.copy()), "features": features}
             write_atomically(self.run.path / FEATURES, save(tensors))

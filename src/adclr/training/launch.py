@@ -86,7 +86,7 @@ def prepare(
         defaults = _with_defaults(base)
         reasons = reasons + [
             f"{path}={value:g} instead of {defaults[path]:g}: in proportion to train.epochs={settings.train.epochs}"
-            for path, value in shortened(base, overrides).items()
+            for path, value in _shortened_epochs(base, overrides).items()
         ]
     else:
         if stored.train.epochs != settings.train.epochs:
@@ -160,10 +160,10 @@ def resolve_settings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> S
 
     Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
     """
-    return parsing.build(Settings, base, shortened(base, overrides), overrides)
+    return parsing.build(Settings, base, _shortened_epochs(base, overrides), overrides)
 
 
-def shortened(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, float]:
+def _shortened_epochs(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, float]:
     """Return the settings in epochs that fit into the recipe's epochs and not into the user's, scaled to these.
 
     A recipe that does not set its warm-up has the default one, which is scaled to its epochs too.
@@ -198,7 +198,7 @@ def _with_defaults(base: Mapping[str, Any]) -> dict[str, Any]:
 def _unscaled(base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
     """Return the settings in epochs that a run has unscaled, because it began before they were scaled."""
     before, recipe = parsing.flatten(stored.model_dump(mode="json")), _with_defaults(base)
-    return {path: before[path] for path in shortened(base, overrides) if before[path] == recipe[path]}
+    return {path: before[path] for path in _shortened_epochs(base, overrides) if before[path] == recipe[path]}
 
 
 def _describe_epochs(run: Run, before: int, epochs: int) -> str:

@@ -69,17 +69,17 @@ class StepTime(NamedTuple):
     slowdown: float = 1.0  # by other processes on this machine
 
 
-def cpu_seconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
+def _cpu_seconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Return the median of the time that work takes on free cores, and of the time it took."""
-    free, taken = [], []
+    free, durations = [], []
     for _ in range(repeats):
         started, used, waited = time.perf_counter(), time.process_time(), _seconds_waited()
         work()
-        taken.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - started)
         used, waited = time.process_time() - used, _seconds_waited() - waited
         # waits of several threads overlap, so that the difference can be too small, but not this small
-        free.append(max(taken[-1] - waited, used / torch.get_num_threads()) if waited else taken[-1])
-    return statistics.median(free), statistics.median(taken)
+        free.append(max(durations[-1] - waited, used / torch.get_num_threads()) if waited else durations[-1])
+    return statistics.median(free), statistics.median(durations)
 
 
 def _seconds_waited() -> float:
@@ -131,12 +131,12 @@ def time_steps(
         """Return the number of micro-batches, and the images of each."""
         return max(1, images // micro_batch), min(micro_batch, images)
 
-    few = min(local_batch, CPU_MIN_IMAGES)
-    steps = _StepMaker(method, settings, device, dtype, split(few)[1])
-    _, spent = cpu_seconds(steps.make(*split(few), False, warmup=1), 1)
-    images = max(few, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * few / spent)))
+    num_images = min(local_batch, CPU_MIN_IMAGES)
+    steps = _StepMaker(method, settings, device, dtype, split(num_images)[1])
+    _, spent = _cpu_seconds(steps.make(*split(num_images), False, warmup=1), 1)
+    images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * num_images / spent)))
     accumulate, micro = split(images)
-    free, spent = cpu_seconds(steps.make(accumulate, micro, False, warmup=1), CPU_STEPS)
+    free, spent = _cpu_seconds(steps.make(accumulate, micro, False, warmup=1), CPU_STEPS)
     return StepTime(accumulate * micro / free, accumulate, micro, spent / free)
 
 
@@ -154,8 +154,8 @@ def time_views(settings: Settings, sample: Sample | None) -> float:
         augment.render(packed, plan_batch(settings, epoch, keys, packed.sizes), mean, std)
 
     render(0)
-    _, once = cpu_seconds(lambda: render(1), 1)
-    free, _ = cpu_seconds(lambda: render(2), max(1, min(50, int(VIEW_SECONDS / once))))
+    _, seconds = _cpu_seconds(lambda: render(1), 1)
+    free, _ = _cpu_seconds(lambda: render(2), max(1, min(50, int(VIEW_SECONDS / seconds))))
     return len(images) / free
 
 
@@ -190,5 +190,7 @@ def sample_images(source: Source, settings: Settings, gpu: Gpu | None) -> Sample
     mode = settings.data.cache
     if mode == "gpu" and not free:
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
-    kept = None if mode == "off" else cache.choose_location(mode, size, cache.FreeMemory(machine.host_memory(), free))
-    return Sample(size, kept, rate, threads, images)
+    location = (
+        None if mode == "off" else cache.choose_location(mode, size, cache.FreeMemory(machine.host_memory(), free))
+    )
+    return Sample(size, location, rate, threads, images)

@@ -160,16 +160,16 @@ def _estimate_device(settings: Settings, local_batch: int, num_gpus: int, gpu: G
     """Return the estimate for a GPU that is not present, of which images take `cached` bytes."""
     from adclr.training.micro_batch import GPU_SHARE, largest_divisor
 
-    fixed, each = plan_cost.gpu_memory(settings)
+    fixed, image_bytes = plan_cost.gpu_memory(settings)
     free = GPU_SHARE * (gpu.gib * GIB - cached) - fixed
-    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, free)
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
     rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus)
     share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
         f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
         f"which {share:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
     )
-    return Device(basis, False, True, gpu.gib, free, fixed, each, micro, rate)
+    return Device(basis, False, True, gpu.gib, free, fixed, image_bytes, micro, rate)
 
 
 def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached: float) -> Device:
@@ -185,21 +185,21 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
     method = job.build(settings).to(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        fixed, each = measure_memory(method, settings, device, dtype)
+        fixed, image_bytes = measure_memory(method, settings, device, dtype)
         total = machine.available_gpu_memory(device)
         free = GPU_SHARE * (total - cached) - fixed
     else:  # weights, gradients, two moments and the teacher, in float32
-        fixed, each = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
+        fixed, image_bytes = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
         total = machine.host_memory()
         free = CPU_SHARE * total
-    micro = settings.train.micro_batch_size or largest_divisor(local_batch, each, free)
+    micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
     timed = None
     with suppress(torch.OutOfMemoryError):
         timed = plan_trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus)
     if timed is None:  # outside of the handler no traceback holds on to memory
         raise UserError(
             f"{micro} images at once do not fit into {total / GIB:.1f} GiB; "
-            f"set train.micro_batch_size={largest_divisor(local_batch, each, free, max(1, micro // 2))}"
+            f"set train.micro_batch_size={largest_divisor(local_batch, image_bytes, free, max(1, micro // 2))}"
         )
     name = torch.cuda.get_device_name(device) if on_gpu else f"the {machine.cpu_count()} CPU cores of this machine"
     images = f"{timed.accumulate} × {timed.micro_batch}" if timed.accumulate > 1 else f"{timed.micro_batch}"
@@ -208,7 +208,7 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
         if timed.slowdown > 1.2:
             basis += f", as if they were free: beside what runs there now it takes {timed.slowdown:.1f} times as long"
         basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
-    return Device(basis, True, on_gpu, total / GIB, free, fixed, each, micro, timed.images_per_second)
+    return Device(basis, True, on_gpu, total / GIB, free, fixed, image_bytes, micro, timed.images_per_second)
 
 
 def _report(
@@ -316,7 +316,7 @@ def _free_bytes(path: Path) -> float:
 def describe(plan: Mapping[str, Any]) -> list[str]:
     """Return a plan as lines of text."""
     memory, time, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
-    parameters, many = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
+    parameters, on_each = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
     rate, free = time["images_per_second"], disk["free_gb"]
     sizes = {name: format_size(disk[f"{name}_gb"]) for name in ("total", "checkpoint", "backbone", "logs", "index")}
     rows = {
@@ -324,9 +324,9 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
         "basis": plan["basis"],
         "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
-        f"{memory['images_that_fit']} images fit at once{many}",
+        f"{memory['images_that_fit']} images fit at once{on_each}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
-        f"images{many}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
+        f"images{on_each}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
         "time": f"{format_duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
         f"{format_duration(time['seconds_per_epoch'])} an epoch, {time['gflop_per_image']:.3g} GFLOP an image; "
         + _describe_rates(time),

@@ -170,9 +170,9 @@ def optimizer_state(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state by parameter name, so that it does not depend on an order."""
     return {
-        f"{name}.{what}": value
+        f"{name}.{field}": value
         for name, parameter in model.named_parameters()
-        for what, value in state_of(optimizer, parameter).items()
+        for field, value in state_of(optimizer, parameter).items()
     }
 
 
@@ -186,17 +186,17 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapp
     parameters = {name: p for name, p in model.named_parameters() if p in updated and name in known}
     count = torch.zeros(())
     expected = {
-        f"{name}.{what}": like
+        f"{name}.{field}": reference
         for name, parameter in parameters.items()
-        for what, like in (("step", count), ("exp_avg", parameter), ("exp_avg_sq", parameter))
+        for field, reference in (("step", count), ("exp_avg", parameter), ("exp_avg_sq", parameter))
     }
     fit_tensors(expected, tensors, path)
     optimizer.state.clear()
-    for full, like in expected.items():
-        name, _, what = full.rpartition(".")
+    for full, reference in expected.items():
+        name, _, field = full.rpartition(".")
         parameter = parameters[name]
         # step counts are on the device of the parameter, where the fused kernel reads them
-        optimizer.state[parameter][what] = tensors[full].to(parameter.device, like.dtype)
+        optimizer.state[parameter][field] = tensors[full].to(parameter.device, reference.dtype)
 
 
 MANIFEST = "manifest.json"

@@ -63,12 +63,12 @@ def render_crops(
     """Return the crops of each kind, V×B×C×S×S, as the plain `augment._render` does; one copy sends all parameters."""
     device = packed.bytes.device
     drawn = [_parameters(packed, crops) for crops in kinds]
-    sent = send_all([array for one in drawn for array in (one.resizing.table, one.choices, one.factors)], device)
+    sent = send_all([array for draw in drawn for array in (draw.resizing.table, draw.choices, draw.factors)], device)
     center, scale = _constants(mean, std, device)
     views = []
-    for crops, one, tensors in zip(kinds, drawn, (sent[i : i + 3] for i in range(0, len(sent), 3)), strict=True):
+    for crops, draw, tensors in zip(kinds, drawn, (sent[i : i + 3] for i in range(0, len(sent), 3)), strict=True):
         batch, count = crops.flip.shape
-        out = _render(packed, one, crops.size, tensors, center, scale)
+        out = _render(packed, draw, crops.size, tensors, center, scale)
         views.append(out.view(count, batch, *out.shape[1:]))
     return views
 

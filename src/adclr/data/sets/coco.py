@@ -76,15 +76,19 @@ class Instances:
         ]
         annotations = []
         for image, objects in zip(images, self.objects, strict=True):
-            for one in objects:
-                left, top, right, bottom = one.box
-                annotation = {"id": one.number, "image_id": image["id"], "category_id": self.categories[one.kind]}
-                annotation |= {"bbox": [left, top, right - left, bottom - top], "area": one.area}
-                if isinstance(one.mask, np.ndarray):
-                    mask: Any = {"size": [image["height"], image["width"]], "counts": one.mask.tolist()}
+            for object_ in objects:
+                left, top, right, bottom = object_.box
+                annotation = {
+                    "id": object_.number,
+                    "image_id": image["id"],
+                    "category_id": self.categories[object_.kind],
+                }
+                annotation |= {"bbox": [left, top, right - left, bottom - top], "area": object_.area}
+                if isinstance(object_.mask, np.ndarray):
+                    mask: Any = {"size": [image["height"], image["width"]], "counts": object_.mask.tolist()}
                 else:
-                    mask = one.mask
-                annotations.append(annotation | {"segmentation": mask, "iscrowd": int(one.crowd)})
+                    mask = object_.mask
+                annotations.append(annotation | {"segmentation": mask, "iscrowd": int(object_.crowd)})
         categories = [{"id": c, "name": name} for c, name in zip(self.categories, self.classes, strict=True)]
         return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 

@@ -109,7 +109,9 @@ def _inaturalist(year: int) -> Callable[[Path], tuple[Source, Source]]:
         content = read_json(root / f"{name}{year}.json")
         files = {image["id"]: str(image["file_name"]) for image in content["images"]}
         classes = {int(category["id"]): str(category["name"]) for category in content["categories"]}
-        pairs = [(files[one["image_id"]], int(one["category_id"])) for one in content["annotations"]]
+        pairs = [
+            (files[annotation["image_id"]], int(annotation["category_id"])) for annotation in content["annotations"]
+        ]
         if any(os.path.isabs(file) or ".." in Path(file).parts for file, _ in pairs):
             raise ValueError("it names files outside of the folder")
         return LabeledFiles(root, [file for file, _ in pairs], [_numbered(label, classes[label]) for _, label in pairs])

@@ -92,7 +92,9 @@ class Gallery:
                 if isinstance(image, str):
                     self.skipped[name] = image
                     continue
-                grids = tuple(one.grid(library.vit) for one, library in zip(image.inputs, self.libraries, strict=True))
+                grids = tuple(
+                    input_.grid(library.vit) for input_, library in zip(image.inputs, self.libraries, strict=True)
+                )
                 num_bytes += sum(library.bytes_of(grid) for library, grid in zip(self.libraries, grids, strict=True))
                 if num_bytes > self.max_bytes:
                     self.note = (

@@ -176,7 +176,7 @@ class Library:
                 self.basis = analysis.fit_basis(torch.cat(patches).cpu())
             for group in self.groups:
                 for id_, patches in zip(group.ids, group.memory.tokens.patches.cpu(), strict=True):
-                    yield id_, self.basis.colours(patches).reshape(*group.grid, 3)
+                    yield id_, self.basis.colors(patches).reshape(*group.grid, 3)
 
 
 def covered_patches(box: Box, grid: Grid) -> tuple[slice, slice]:

@@ -65,8 +65,8 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
                 for x in gallery.libraries
             ],
             "images": [
-                {"name": one.name, "width": one.width, "height": one.height, "grids": one.grids}
-                for one in shown[since:]
+                {"name": image.name, "width": image.width, "height": image.height, "grids": image.grids}
+                for image in shown[since:]
             ],
             "tried": gallery.num_read,
             "total": len(gallery.images),
@@ -82,24 +82,24 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
     def query(parameters: QueryParams) -> dict[str, Any]:
         library, started = model(parameters), time.perf_counter()
         answers = library.query(image(parameters), _box(parameters), **view(parameters, library))
-        answers = [one for one in answers if one.id < num_known(parameters)]
+        answers = [answer for answer in answers if answer.id < num_known(parameters)]
         return {
-            "ids": [one.id for one in answers],
-            **_attention([one.attention for one in answers]),
-            "match": _packed(one.match for one in answers),
-            "windows": [[round(edge, 4) for edge in one.window] for one in answers],
-            "scores": [round(one.score, 4) for one in answers],
-            "answers": [round(one.answer, 4) for one in answers],
+            "ids": [answer.id for answer in answers],
+            **_attention([answer.attention for answer in answers]),
+            "match": _packed(answer.match for answer in answers),
+            "windows": [[round(edge, 4) for edge in answer.window] for answer in answers],
+            "scores": [round(answer.score, 4) for answer in answers],
+            "answers": [round(answer.answer, 4) for answer in answers],
             "milliseconds": round(1000 * (time.perf_counter() - started)),
         }
 
     def cls(parameters: QueryParams) -> dict[str, Any]:
         library = model(parameters)
-        maps = [one for one in library.cls(**view(parameters, library)) if one[0] < num_known(parameters)]
+        maps = [map_ for map_ in library.cls(**view(parameters, library)) if map_[0] < num_known(parameters)]
         return {"ids": [id_ for id_, _ in maps], **_attention([values for _, values in maps])}
 
     def components(parameters: QueryParams) -> dict[str, Any]:
-        maps = [one for one in model(parameters).components() if one[0] < num_known(parameters)]
+        maps = [map_ for map_ in model(parameters).components() if map_[0] < num_known(parameters)]
         return {"ids": [id_ for id_, _ in maps], "maps": _packed(values for _, values in maps)}
 
     def similar(parameters: QueryParams) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _attend(qkv: Tensor, flat: list[int], num_heads: int, keep: bool) -> tuple[T
 
 @_attend.register_fake
 def _(qkv: Tensor, flat: list[int], num_heads: int, keep: bool) -> tuple[Tensor, Tensor]:
-    return _outputs(qkv, plan_launches(_groups(flat), num_heads, qkv), keep)
+    return _outputs(qkv, _plan_launches(_groups(flat), num_heads, qkv), keep)
 
 
 @torch.library.custom_op("adclr::attend_backward", mutates_args=())
@@ -190,7 +190,7 @@ class Launch(NamedTuple):
     lse: slice
 
 
-def plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Launch]:
+def _plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Launch]:
     """Return one launch for each group that has sequences."""
     row = lse = 0
     launches = []
@@ -209,7 +209,7 @@ def _outputs(qkv: Tensor, launches: Sequence[Launch], keep: bool) -> tuple[Tenso
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3), qkv.new_empty(size, dtype=torch.float32)
 
 
-def tile_size(count: int, most: int = 2**16) -> int:
+def _tile_size(count: int, most: int = 2**16) -> int:
     """Return the smallest power of two that is at least `count`, between 16, which `tl.dot` needs, and `most`."""
     return max(16, min(most, 1 << (count - 1).bit_length()))
 
@@ -224,9 +224,9 @@ def _constants(launch: Launch, heads: int, width: int, config: Config) -> dict[s
 
 def _chunks(image: int, keys: int) -> dict[str, int]:
     """Return the sizes of the tiles of keys: all of `keys`, but the last only as large as necessary."""
-    keys = tile_size(image, keys)
+    keys = _tile_size(image, keys)
     full = (image - 1) // keys * keys
-    return {"KEYS": keys, "FULL": full, "LAST": tile_size(image - full)}
+    return {"KEYS": keys, "FULL": full, "LAST": _tile_size(image - full)}
 
 
 # Kernels are imported where they are launched, since Triton may be missing.
@@ -236,11 +236,11 @@ def forward(qkv: Tensor, groups: Sequence[Group], heads: int, keep: bool) -> tup
     """Return (the output M×D, `lse` of the groups whose backward needs it)."""
     from adclr.model.ops import attention_kernels as kernels
 
-    launches = plan_launches(groups, heads, qkv)
+    launches = _plan_launches(groups, heads, qkv)
     out, lse = _outputs(qkv, launches, keep)
     for launch in launches:
         config = FORWARD[launch.size]
-        block, heads_each = tile_size(launch.tokens, config.rows), math.gcd(heads, config.heads)
+        block, heads_each = _tile_size(launch.tokens, config.rows), math.gcd(heads, config.heads)
         blocks = -(-launch.tokens // block)
         kernels._forward[(launch.sequences * (heads // heads_each) * blocks,)](
             qkv[launch.rows],
@@ -262,22 +262,22 @@ def backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, groups: Sequen
 
     dqkv = torch.empty_like(qkv)
     width = out.shape[1] // heads
-    for launch in plan_launches(groups, heads, qkv):
+    for launch in _plan_launches(groups, heads, qkv):
         config, units = BACKWARD[launch.size], launch.sequences * heads
         constants = _constants(launch, heads, width, config) | {"SLOPE": width**-0.5}
-        block = tile_size(launch.tokens, config.rows)
+        block = _tile_size(launch.tokens, config.rows)
         blocks = -(-launch.tokens // block)
         grad_rows, qkv_rows, dqkv_rows = grad[launch.rows], qkv[launch.rows], dqkv[launch.rows]
         tensors = (grad_rows, qkv_rows, out[launch.rows], lse[launch.lse], dqkv_rows)
         if config.variant == "whole":
             heads_each = math.gcd(heads, config.heads)
             kernels._whole[(units // heads_each,)](
-                grad_rows, qkv_rows, dqkv_rows, TILE=tile_size(launch.tokens), HEADS_EACH=heads_each, **constants
+                grad_rows, qkv_rows, dqkv_rows, TILE=_tile_size(launch.tokens), HEADS_EACH=heads_each, **constants
             )
         elif config.variant == "rows":
-            kernels._rows[(units,)](*tensors, ROWS=block, KEYS=tile_size(launch.image), **constants)
+            kernels._rows[(units,)](*tensors, ROWS=block, KEYS=_tile_size(launch.image), **constants)
         else:
-            key_blocks, other_tile = -(-launch.image // block), tile_size(launch.tokens, config.keys)
+            key_blocks, other_tile = -(-launch.image // block), _tile_size(launch.tokens, config.keys)
             blocks += key_blocks  # programs for keys, then programs for rows
             kernels._two[(units * blocks,)](
                 *tensors, TILE=block, OTHER_TILE=other_tile, KEY_BLOCKS=key_blocks, BLOCKS=blocks, **constants
