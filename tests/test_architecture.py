@@ -7,8 +7,11 @@ functions, unless a rule says otherwise.
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,7 @@ import pytest
 import adclr
 
 SOURCE = Path(adclr.__file__).parent
+ROOT = Path(__file__).parents[1]
 # Lowest first; a package imports only those before it.
 ORDER = (
     *("config", "system", "model", "data", "weights", "features", "evals", "report", "training", "study"),
@@ -43,6 +47,7 @@ class Import(NamedTuple):
     module: str
     line: int
     at_top: bool  # runs when the importing module is imported
+    in_function: bool  # runs when a function is called
 
 
 def module_name(path: Path, source: Path) -> str:
@@ -57,9 +62,17 @@ def modules(source: Path) -> dict[str, Path]:
     return names
 
 
-def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    """Yield the imports of a file: modules of ours by their dotted name below `adclr`, others by their full name."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def imports(path: Path, known: dict[str, Path]) -> tuple[Import, ...]:
+    """Return the imports of a file: modules of ours by their dotted name below `adclr`, others by their full name."""
+    return _parse_imports(path.read_text(encoding="utf-8"), frozenset(known))
+
+
+@cache
+def _parse_imports(source: str, known: frozenset[str]) -> tuple[Import, ...]:
+    return tuple(_walk_imports(ast.parse(source), known))
+
+
+def _walk_imports(tree: ast.Module, known: frozenset[str]) -> Iterator[Import]:
     inside = {
         node
         for function in ast.walk(tree)
@@ -76,14 +89,18 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.module, f"{path}: relative import in line {node.lineno}"
+            assert node.module, f"relative import in line {node.lineno}"
             # `from adclr.model import vit` imports a module, `from adclr.model.vit import VisionTransformer` a name
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name.removeprefix("adclr.") in known else node.module for name in full]
         else:
             continue
         at_top = node not in inside and node not in checking
-        yield from (Import(name.removeprefix("adclr."), node.lineno, at_top) for name in names if name != "adclr")
+        yield from (
+            Import(name.removeprefix("adclr."), node.lineno, at_top, node in inside)
+            for name in names
+            if name != "adclr"
+        )
 
 
 def violations(source: Path) -> list[str]:
@@ -93,7 +110,7 @@ def violations(source: Path) -> list[str]:
     for name, path in known.items():
         package = name.split(".")[0]
         kernels = name.endswith("kernels")
-        for target, line, at_top in imports(path, known):
+        for target, line, at_top, _ in imports(path, known):
             top = target.split(".")[0]
             reasons = []
             if target in known:
@@ -155,6 +172,46 @@ def cycles(source: Path) -> list[str]:
     return chains
 
 
+def needless_function_imports(source: Path) -> list[str]:
+    """Return imports of our modules inside functions that could stand at the top of their file.
+
+    Three reasons count: the command line starts fast, torch or an optional package is imported late, Triton may be
+    missing. An import that only dodges a cycle is none of these, and a cycle besides: `cycles` follows functions too.
+    """
+    known = modules(source)
+    tops = {name: [i.module for i in imports(path, known) if i.at_top] for name, path in known.items()}
+
+    def loads(name: str, packages: set[str], above: frozenset[str] = frozenset()) -> bool:
+        """Return whether importing a module imports one of the packages, itself or through other modules of ours."""
+        return any(
+            target.split(".")[0] in packages
+            if target not in known
+            else target not in above and loads(target, packages, above | {name})
+            for target in tops[name]
+        )
+
+    return [
+        f"{name}:{line} imports {target} inside a function"
+        for name, path in known.items()
+        for target, line, _, in_function in imports(path, known)
+        if in_function and target in known and name != "cli" and not target.endswith("kernels")
+        if loads(name, {"torch"}) or not loads(target, {"torch"})
+        if not loads(target, OPTIONAL)
+    ]
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    assert needless_function_imports(SOURCE) == []
+
+
+def test_a_needless_import_inside_a_function_is_noticed(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    with (copy / "evals/knn.py").open("a") as text:
+        text.write("\ndef late():\n    from adclr.evals import iou\n")
+    (sentence,) = set(needless_function_imports(copy)) - set(needless_function_imports(SOURCE))
+    assert sentence.endswith("imports evals.iou inside a function")
+
+
 def test_imports_follow_the_order_of_packages() -> None:
     assert violations(SOURCE) == []
 
@@ -214,6 +271,27 @@ def test_no_module_is_a_drawer_for_everything() -> None:
     for name, path in modules(SOURCE).items():
         assert not {*name.split(".")} & {"utils", "common", "helpers", "registry", "base", "misc"}, name
         assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST, name
+
+
+def test_a_function_that_only_its_own_file_uses_begins_with_an_underscore() -> None:
+    """A function without one is called by another module, a test, a benchmark or a page."""
+    files = [
+        *SOURCE.rglob("*.py"),
+        *(p for folder in ("tests", "benchmarks", "docs") for p in (ROOT / folder).rglob("*")),
+    ]
+    words = {
+        path: set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        for path in files
+        if path.suffix in (".py", ".md") and path.is_file()
+    }
+    count = Counter(word for contents in words.values() for word in contents)
+    public = [
+        f"{path.relative_to(SOURCE)}: {node.name}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and count[node.name] == 1
+    ]
+    assert public == []
 
 
 def test_no_submodule_hides_a_public_function() -> None:

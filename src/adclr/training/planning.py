@@ -176,7 +176,7 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
     """Measure the present device by a few steps as training takes them: as many micro-batches, recorded or not."""
     import torch
 
-    from adclr.system import devices, machine
+    from adclr.system import devices
     from adclr.training import job, plan_trial
     from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate_image_bytes, largest_divisor, measure_memory
 

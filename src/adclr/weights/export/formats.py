@@ -76,7 +76,7 @@ tokens = vit(images)  # tokens.cls, tokens.patches
 # -- timm --
 
 
-def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
+def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
     """Return the name and the other arguments with which `timm.create_model` builds the same ViT."""
     shape = (vit.dim, vit.depth, vit.num_heads)
     size = next((name for name, known in VIT_SIZES.items() if known == shape), None)
@@ -98,7 +98,7 @@ def timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
 
 def _timm(weights: Weights, folder: Path) -> Export:
     vit = weights.vit
-    name, arguments = timm_arguments(vit)
+    name, arguments = _timm_arguments(vit)
     _write(folder / "model.safetensors", _state(vit))
     odd_norm = vit.norm_eps != 1e-6
     if not odd_norm:  # timm's config.json has no field for it
@@ -149,7 +149,7 @@ features = model.eval().forward_features(images)  # [CLS], {"registers, " if vit
 # -- Hugging Face --
 
 
-def huggingface_state(vit: VisionTransformer) -> dict[str, Tensor]:
+def _huggingface_state(vit: VisionTransformer) -> dict[str, Tensor]:
     """Return the state under the names of Dinov2 (with registers); a LayerScale of 1 changes nothing."""
     state = _state(vit)
     positions = state["pos_embed"]
@@ -209,7 +209,7 @@ def _huggingface(weights: Weights, folder: Path) -> Export:
         "use_swiglu_ffn": False,
         "dtype": "float32",
     }
-    _write(folder / "model.safetensors", huggingface_state(vit))
+    _write(folder / "model.safetensors", _huggingface_state(vit))
     write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
     notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
     has_processor = vit.num_channels == 3 and weights.max_value is None
