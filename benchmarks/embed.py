@@ -37,7 +37,7 @@ class Bench:
         self.folder, self.batch, self.repeats, self.device = folder, given.batch, given.repeats, device
         vit = create_backbone(given.model, input_size=given.size).eval()
         self.weights = Weights(vit, MEAN, STD)
-        self.network = Network(self.weights, embedding.Settings(), given.dense, device)
+        self.network = Network(self.weights, embedding.EmbeddingSettings(), given.dense, device)
         self.source = ImageFolder(folder)
         self.found: dict[str, float] = {}
 

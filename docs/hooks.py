@@ -93,7 +93,11 @@ def settings() -> str:
             lines += [f"### {name}", "", *_table(section, f"{name}."), ""]
     for name in evals.NAMES:
         lines += [f"## adclr evaluate {name}", "", *_table(evals.import_evaluation(name).Settings), ""]
-    others: dict[str, Any] = {"embed": embedding.Settings, "doctor": doctor.Settings, "explore": explorer.Settings}
+    others: dict[str, Any] = {
+        "embed": embedding.EmbeddingSettings,
+        "doctor": doctor.DoctorSettings,
+        "explore": explorer.ExplorerSettings,
+    }
     others |= {f"visualize {name}": kind for name, (kind, _) in visualize.FIGURES.items()}
     for name, kind in others.items():
         lines += [f"## adclr {name}", "", *_table(kind), ""]

@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (image.crop((0, 8, 48, 40)) if index == 3 else image).save(folder / "photos" / name)
     for number in range(2):
         settings = TINY | {"train.epochs": 1, "train.seed": number, "views.global_size": 32}
-        loop.run(launch.prepare(folder / "photos", folder / f"net{number}", None, settings))
+        loop.train(launch.prepare(folder / "photos", folder / f"net{number}", None, settings))
     (folder / "secret.txt").write_text("secret")
     return folder
 

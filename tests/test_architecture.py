@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import adclr
+from adclr import evals
 
 SOURCE = Path(adclr.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -292,6 +293,17 @@ def test_a_function_that_only_its_own_file_uses_begins_with_an_underscore() -> N
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and count[node.name] == 1
     ]
     assert public == []
+
+
+def test_run_and_settings_are_the_shape_of_an_evaluation() -> None:
+    """One meaning for each name: other modules say what they run, and whose settings they have."""
+    with_names: dict[str, set[str]] = {"run": set(), "Settings": set()}
+    for name, path in modules(SOURCE).items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in with_names:
+                with_names[node.name].add(name)
+    evaluations = {f"evals.{name}" for name in evals.NAMES}
+    assert with_names == {"run": evaluations, "Settings": {*evaluations, "config.settings"}}
 
 
 def test_no_submodule_hides_a_public_function() -> None:

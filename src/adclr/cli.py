@@ -77,7 +77,7 @@ Run = Callable[[Namespace, dict[str, Any]], None]  # (options, values of key=val
 def _demo(options: Namespace, _: dict[str, Any]) -> None:
     from adclr import demo
 
-    demo.run(Path(options.out), options.seed, options.overwrite)
+    demo.run_demo(Path(options.out), options.seed, options.overwrite)
 
 
 def _pretrain(options: Namespace, values: dict[str, Any]) -> None:
@@ -97,13 +97,13 @@ def _pretrain(options: Namespace, values: dict[str, Any]) -> None:
     if options.replay is not None:
         from adclr.training import replay
 
-        replay.run(launched, options.replay)
+        replay.replay_step(launched, options.replay)
         return
     for reason in launched.reasons:
         print(printable(reason), flush=True)
     from adclr.training import loop
 
-    loop.run(launched)
+    loop.train(launched)
 
 
 def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
@@ -129,9 +129,11 @@ def _embed(options: Namespace, values: dict[str, Any]) -> None:
 
     for name, argument in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
         _require(options, name, f"{argument} is missing; write adclr embed W IMAGES --out features.parquet")
-    settings = build(embedding.Settings, values, {"check": options.check} if options.check else {})
+    settings = build(embedding.EmbeddingSettings, values, {"check": options.check} if options.check else {})
     out = Path(options.out)
-    embedding.run(options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite)
+    embedding.embed_collection(
+        options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite
+    )
 
 
 def _doctor(options: Namespace, values: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ def _doctor(options: Namespace, values: dict[str, Any]) -> None:
     from adclr.data import doctor
 
     _require(options, "data", "no images were named; give the folder that holds them")
-    doctor.run(options.data, Path(options.out), build(doctor.Settings, values), options.overwrite)
+    doctor.examine_collection(options.data, Path(options.out), build(doctor.DoctorSettings, values), options.overwrite)
 
 
 def _plan(options: Namespace, values: dict[str, Any]) -> None:
@@ -147,7 +149,7 @@ def _plan(options: Namespace, values: dict[str, Any]) -> None:
 
     gpu = plan_gpus.find_gpu(options.gpu, options.gpu_memory, options.gpu_tflops)
     run = options.data, options.images, options.recipe, values
-    planning.run(*run, gpu, options.gpus, _path(options.out), _path(options.json), options.overwrite)
+    planning.plan_run(*run, gpu, options.gpus, _path(options.out), _path(options.json), options.overwrite)
 
 
 def _export(options: Namespace, _: dict[str, Any]) -> None:
@@ -164,20 +166,22 @@ def _visualize(options: Namespace, values: dict[str, Any]) -> None:
         options.parser.error(f"no picture was named; there are: {', '.join(visualize.FIGURES)}")
     _require(options, "images", "weights and images are both needed; write W and then the images")
     settings = build(visualize.FIGURES[options.name][0], values)
-    visualize.run(options.name, options.weights, options.images, Path(options.out), settings, options.overwrite)
+    visualize.write_figures(
+        options.name, options.weights, options.images, Path(options.out), settings, options.overwrite
+    )
 
 
 def _report(options: Namespace, _: dict[str, Any]) -> None:
     from adclr import report
 
-    print(f"written to {report.run(options.runs, _path(options.out), options.overwrite)}")
+    print(f"written to {report.write_report(options.runs, _path(options.out), options.overwrite)}")
 
 
 def _study(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import study
 
     file, out, results = Path(options.file), Path(options.out), _path(options.results)
-    study.run(file, out, results, values, options.minutes, options.at_once, options.overwrite)
+    study.run_study(file, out, results, values, options.minutes, options.at_once, options.overwrite)
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
@@ -188,7 +192,7 @@ def _explore(options: Namespace, values: dict[str, Any]) -> None:
     if not 0 <= options.port < 65536:
         options.parser.error(f"{options.port} is no port; write a number from 0 to 65535")
     weights = [options.weights, options.against] if options.against else [options.weights]
-    explorer.run(weights, options.images, options.host, options.port, build(explorer.Settings, values))
+    explorer.serve(weights, options.images, options.host, options.port, build(explorer.ExplorerSettings, values))
 
 
 NO_SETTINGS = {"demo": "the demo", "export": "an export", "report": "a report"}
@@ -210,7 +214,7 @@ def parser() -> Parser:
     def command(
         name: str, run: Run, summary: str, settings: str | None = None, epilog: str | None = None
     ) -> Callable[..., argparse.Action]:
-        """Add a command and the module with its settings, which --help lists; return what adds its arguments."""
+        """Add a command whose --help lists `settings`, MODULE:CLASS or MODULE; return what adds its arguments."""
         subparser = commands.add_parser(name, help=summary, epilog=epilog, add_help=settings is None)
         subparser.set_defaults(parser=subparser, run=run, settings=settings)
         return subparser.add_argument
@@ -219,7 +223,7 @@ def parser() -> Parser:
     add("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
     add("--seed", type=_seed, default=0, help="of images and training (%(default)s)")
 
-    add = command("pretrain", _pretrain, "train on a folder of images", "adclr.config.settings")
+    add = command("pretrain", _pretrain, "train on a folder of images", "adclr.config.settings:Settings")
     add("data", nargs="?", metavar="DATA", help="folder (searched recursively), .txt list, .tar shards or hf:PATH")
     add("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
     add("--recipe", metavar="NAME", help=recipe)
@@ -239,7 +243,12 @@ def parser() -> Parser:
     add("--from-scratch", action="store_true", help="the control: the same ViT, newly initialized")
     add("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
 
-    add = command("embed", _embed, "features of images: a vector for each, or patch maps", "adclr.features.embedding")
+    add = command(
+        "embed",
+        _embed,
+        "features of images: a vector for each, or patch maps",
+        "adclr.features.embedding:EmbeddingSettings",
+    )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="?", metavar="IMAGES", help=collection)
     add("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
@@ -247,11 +256,13 @@ def parser() -> Parser:
     add("--check", choices=("time", "content"), help=CHECK)
     add("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
 
-    add = command("doctor", _doctor, "what is wrong with a collection of images", "adclr.data.doctor")
+    add = command("doctor", _doctor, "what is wrong with a collection of images", "adclr.data.doctor:DoctorSettings")
     add("data", nargs="?", metavar="DATA", help=collection)
     add("--out", default="runs/doctor", metavar="DIR", help="where the report goes (%(default)s)")
 
-    add = command("plan", _plan, "memory, time and disk of a run that is not started yet", "adclr.config.settings")
+    add = command(
+        "plan", _plan, "memory, time and disk of a run that is not started yet", "adclr.config.settings:Settings"
+    )
     add("data", nargs="?", metavar="DATA", help=collection)
     add("--images", type=_count, metavar="N", help="their number, instead of DATA")
     add("--recipe", metavar="NAME", help=recipe)
@@ -287,7 +298,9 @@ def parser() -> Parser:
     add("--minutes", type=_positive, metavar="N", help="begin no run that would end later")
     add("--at-once", type=_count, default=1, metavar="N", help="runs on each GPU at a time (%(default)s)")
 
-    add = command("explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer")
+    add = command(
+        "explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer:ExplorerSettings"
+    )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
     add("--against", metavar="W", help="other weights, shown beside the first on the same query")
@@ -308,7 +321,8 @@ def parser() -> Parser:
 
 def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
     """Yield (title, settings class) for --help."""
-    module, name = importlib.import_module(options.settings), getattr(options, "name", None)
+    path, _, settings = options.settings.partition(":")
+    module, name = importlib.import_module(path), getattr(options, "name", None)
     if options.command == "evaluate":
         for item in [name] if name else module.NAMES:
             yield f"settings of {item}{module.recipe_hint(item)}:", module.import_evaluation(item).Settings
@@ -317,7 +331,7 @@ def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
             yield f"settings of {item}:", module.FIGURES[item][0]
     else:
         note = {"pretrain": ", with the defaults that recipes start from", "plan": ", as of adclr pretrain"}
-        yield f"settings{note.get(options.command, '')}:", module.Settings
+        yield f"settings{note.get(options.command, '')}:", getattr(module, settings)
 
 
 def _print_help(options: Namespace) -> None:

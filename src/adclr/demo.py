@@ -26,7 +26,7 @@ from adclr.weights.backbone import Weights, load_weights
 SHOWN = (7, 16, 20, 26)  # val scenes of the picture, chosen for their variety of kinds
 
 
-def run(out: Path, seed: int, overwrite: bool = False) -> None:
+def run_demo(out: Path, seed: int, overwrite: bool = False) -> None:
     """Render scenes, pretrain on them and draw what the weights attend to, all in `out`; resume what was stopped.
 
     With `overwrite`, `out` may hold other files, which stay, and a demo of another seed is replaced.
@@ -55,7 +55,7 @@ def run(out: Path, seed: int, overwrite: bool = False) -> None:
         (half / note.name).write_text(f"{seed}\n")
         os.rename(half, images)
     overrides = {"train.seed": seed, "probe.data": str(images)}
-    loop.run(launch.prepare(images / "train", folder, "demo", overrides))
+    loop.train(launch.prepare(images / "train", folder, "demo", overrides))
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]

@@ -65,7 +65,7 @@ def test_old_names_of_evaluations_and_embeddings_are_accepted() -> None:
 
     assert build(segmentation.Settings, {"colours": False}).colors is False
     assert build(video.Settings, {"neighbourhood": 3}).neighborhood == 3
-    assert build(embedding.Settings, {"normalise": True}).normalize is True
+    assert build(embedding.EmbeddingSettings, {"normalise": True}).normalize is True
 
 
 def test_constants_are_accepted_at_their_value_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_colors_of_sixteen_bits_are_found(tmp_path: Path) -> None:
     tifffile.imwrite(folder / "deep.tif", deep.transpose(1, 2, 0), photometric="rgb")
     photo(40, 50).save(folder / "plain.png")
     photo(40, 50).save(folder / "plain.tif")
-    report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(folder), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
     assert report["modes"] == {"RGB;16": 2, "RGB": 2}
     assert any(line.startswith("2 images have more than 8 bits") for line in report["advice"])
     assert not any("gray" in line for line in report["advice"])
@@ -105,7 +105,7 @@ def as_a_shell_splits(line: str) -> list[str]:
 
 
 def test_the_advice_can_be_pasted_into_a_shell(ward: Path, tmp_path: Path, adclr: Adclr) -> None:
-    report = doctor.run(str(ward), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(ward), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
     program, *arguments = as_a_shell_splits(report["advice"][0])
     assert (program, arguments[:4]) == ("adclr", ["pretrain", str(ward), "--out", "runs/the_doctor_s_ward"])
     arguments[3] = str(tmp_path / "run")
@@ -121,7 +121,9 @@ def test_lists_in_advice_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "data").mkdir()
     for number in range(8):
         photo(140, 150).save(tmp_path / "data" / f"{number}.png")
-    report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(
+        str(tmp_path / "data"), tmp_path / "report", doctor.DoctorSettings(num_workers=1)
+    )
     assert "views.blur_sigma=[0.1, 2.0]" in as_a_shell_splits(report["advice"][0])
 
 
@@ -129,7 +131,9 @@ def test_sizes_are_in_units_that_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "data").mkdir()
     for number in range(3):
         photo(40, 40).save(tmp_path / "data" / f"{number}.bmp")  # 4854 bytes
-    report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(
+        str(tmp_path / "data"), tmp_path / "report", doctor.DoctorSettings(num_workers=1)
+    )
     assert report["bytes"] == 3 * 4854
     assert "3 images, 15 kB; 3 can be read" in capsys.readouterr().out
 
@@ -139,7 +143,9 @@ def test_mean_and_deviation_of_channels_are_those_of_the_pixels(tmp_path: Path) 
     pixels = [(RNG.random((50, 60, 3)) * (200, 100, 50) + shift).astype(np.uint8) for shift in (0, 40)]
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(tmp_path / "data" / f"{number}.png")
-    report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(
+        str(tmp_path / "data"), tmp_path / "report", doctor.DoctorSettings(num_workers=1)
+    )
     both = np.concatenate(pixels) / 255
     assert report["mean"] == pytest.approx(both.mean(axis=(0, 1)).tolist(), abs=6e-4)
     assert report["std"] == pytest.approx(both.std(axis=(0, 1)).tolist(), abs=6e-4)
@@ -154,7 +160,9 @@ def test_gray_images_are_advised_with_their_own_mean(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(4):
         Image.fromarray(RNG.integers(0, 51, (40, 40), np.uint8)).save(tmp_path / "data" / f"{number}.png")
-    report = doctor.run(str(tmp_path / "data"), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(
+        str(tmp_path / "data"), tmp_path / "report", doctor.DoctorSettings(num_workers=1)
+    )
     (line,) = (line for line in report["advice"] if line.startswith("all images are gray; "))
     words = as_a_shell_splits(line.removeprefix("all images are gray; ").removesuffix(" trains on one channel"))
     settings = build(Settings, parse_words(words))
@@ -172,7 +180,7 @@ def test_bands_are_named_with_the_setting_that_reads_them(tmp_path: Path, pages:
         bands = RNG.integers(0, 256, (5, 48, 40), np.uint8)
         planar = {} if pages else {"planarconfig": "separate"}
         tifffile.imwrite(folder / f"{number}.tif", bands, photometric="minisblack", **planar)
-    report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(folder), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
     kind = "pages" if pages else "bands"
     (line,) = (line for line in report["advice"] if line.startswith(f"8 TIFF files have 5 {kind}"))
     assert "model.num_channels=5" in line
@@ -182,7 +190,9 @@ def test_bands_are_named_with_the_setting_that_reads_them(tmp_path: Path, pages:
         str(folder),
         "num_channels=5",
     ]
-    report = doctor.run(str(folder), tmp_path / "report", doctor.Settings(num_workers=1, num_channels=5))
+    report = doctor.examine_collection(
+        str(folder), tmp_path / "report", doctor.DoctorSettings(num_workers=1, num_channels=5)
+    )
     assert (report["readable"], report["modes"], len(report["mean"])) == (8, {"5 bands": 8}, 5)
     words = [word for word in as_a_shell_splits(report["advice"][0]) if "=" in word]
     assert build(Settings, load_recipe("adclr_small"), parse_words(words)).model.num_channels == 5
@@ -194,7 +204,7 @@ def test_dangling_links_are_named(tmp_path: Path) -> None:
     photo(40, 40).save(data / "1.png")
     (data / "sub" / "2.png").symlink_to(tmp_path / "gone.png")
     (data / "3").symlink_to(tmp_path / "gone_folder")
-    report = doctor.run(str(data), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(data), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
     assert sorted(report["troubles"]["dangling links"]) == [
         f"{data}/3: a link to {tmp_path}/gone_folder, which is not there",
         f"{data}/sub/2.png: a link to {tmp_path}/gone.png, which is not there",
@@ -214,7 +224,7 @@ def test_a_damaged_shard_is_named_with_what_can_be_read_of_it(tmp_path: Path) ->
     with tarfile.open(shards / "1.tar") as archive:
         end = [member.offset for member in archive][3]
     os.truncate(shards / "1.tar", end)
-    report = doctor.run(str(shards), tmp_path / "report", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(shards), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
     assert report["images"] == 4 + 3
     (line,) = report["troubles"]["damaged shards"]
     assert line.startswith(f"{shards}/1.tar: it ends at byte {end} without end-of-archive blocks after 3 readable")
@@ -223,12 +233,12 @@ def test_a_damaged_shard_is_named_with_what_can_be_read_of_it(tmp_path: Path) ->
 
 
 def test_a_healthy_collection_and_one_with_nothing_in_it(images: Path, tmp_path: Path, adclr: Adclr) -> None:
-    report = doctor.run(str(images / "train"), tmp_path / "fine", doctor.Settings())
+    report = doctor.examine_collection(str(images / "train"), tmp_path / "fine", doctor.DoctorSettings())
     assert {name: len(found) for name, found in report["troubles"].items() if found} == {"tiny": 32}
     (tmp_path / "bad").mkdir()
     for number in range(3):
         (tmp_path / "bad" / f"{number}.png").write_text("no")
-    report = doctor.run(str(tmp_path / "bad"), tmp_path / "out", doctor.Settings(num_workers=1))
+    report = doctor.examine_collection(str(tmp_path / "bad"), tmp_path / "out", doctor.DoctorSettings(num_workers=1))
     assert report["readable"] == 0
     assert report["advice"] == ["nothing here can be read; look at the reasons above"]
     assert not (tmp_path / "out" / "contact_sheet.png").exists()

@@ -19,7 +19,7 @@ from tiny import TINY
 def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a probe at the start and at the end."""
     folder = tmp_path_factory.mktemp("words") / "run"
-    loop.run(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images)}))
+    loop.train(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images)}))
     return folder
 
 

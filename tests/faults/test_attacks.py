@@ -182,7 +182,7 @@ def test_files_that_would_do_harm_do_none(images: Path, made: Path, tmp_path: Pa
     attempts: list[Callable[[], object]] = [
         lambda: package.load(run),
         lambda: launch.prepare(images / "train", run),
-        lambda: report.run([str(run)], run / "report.html"),
+        lambda: report.write_report([str(run)], run / "report.html"),
         lambda: unfinish(run),
         lambda: package.load(run),
         lambda: resumed(images, run),

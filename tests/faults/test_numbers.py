@@ -180,7 +180,7 @@ def test_a_void_step_is_listed_and_replayed_to_the_image_and_the_operation(
 
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     step = rows[0]["step"]
-    found = replay.run(launch.prepare(None, run.path, resume=True), step)
+    found = replay.replay_step(launch.prepare(None, run.path, resume=True), step)
     assert found["void"]
     assert [image["path"] for image in found["images"]] == [str(name)]
     assert any(f"{room}.py" in found["first_operation"] for room in ("vit", "blocks", "norm", "mlp"))
@@ -190,7 +190,7 @@ def test_a_void_step_is_listed_and_replayed_to_the_image_and_the_operation(
     assert json.loads((run.path / "replay" / f"step_{step}.json").read_text()) == found
     assert {path: path.read_bytes() for path in before} == before
     good = next(number for number in range(1, 9) if number not in [row["step"] for row in rows])
-    found = replay.run(launch.prepare(None, run.path, resume=True), good)
+    found = replay.replay_step(launch.prepare(None, run.path, resume=True), good)
     assert not found["void"]
     assert found["images"] == []
 

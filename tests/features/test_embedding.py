@@ -184,7 +184,7 @@ def test_results_do_not_hang_on_batches_or_threads(weights: Path, photos: Path, 
 
 def test_portions_hold_every_image_once_and_few_tokens(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding, "MAX_TOKENS", 100)
-    network = Network(load_weights(weights), embedding.Settings(), True, torch.device("cpu"))
+    network = Network(load_weights(weights), embedding.EmbeddingSettings(), True, torch.device("cpu"))
     shapes = [(16, 16, 7), (4, 4, 40), (80, 40, 2), (8, 8, 3)]  # 17, 2, 201 and 5 tokens
     groups, first = [], 0
     for height, width, count in shapes:

@@ -342,7 +342,7 @@ def test_mistakes_are_said_in_one_sentence(adclr: Adclr, tmp_path: Path, monkeyp
     assert "max_gib" in adclr("explore", "--help").stdout
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(UserError, match=r"pip install 'adclr\[explore\]'"):
-        explorer.run(["w"], ["i"], "127.0.0.1", 0, explorer.Settings())
+        explorer.serve(["w"], ["i"], "127.0.0.1", 0, explorer.ExplorerSettings())
     busy = explorer._listen("127.0.0.1", 0)
     with busy, pytest.raises(UserError, match="choose another --port"):
         explorer._listen("127.0.0.1", busy.getsockname()[1])

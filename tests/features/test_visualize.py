@@ -21,7 +21,7 @@ from tiny import TINY, Adclr
 @pytest.fixture(scope="module")
 def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
-    loop.run(launch.prepare(images / "train", folder, None, TINY | {"train.epochs": 1}))
+    loop.train(launch.prepare(images / "train", folder, None, TINY | {"train.epochs": 1}))
     return folder
 
 
@@ -44,7 +44,7 @@ def photos(tmp_path: Path) -> Path:
 
 def draw(name: str, run: Path, images: Path | list[Path], out: Path, **settings: object) -> dict[str, object]:
     words = [str(path) for path in (images if isinstance(images, list) else [images])]
-    return visualize.run(name, str(run), words, out, build(FIGURES[name][0], {"device": "cpu"} | settings))
+    return visualize.write_figures(name, str(run), words, out, build(FIGURES[name][0], {"device": "cpu"} | settings))
 
 
 @pytest.mark.parametrize("name", list(FIGURES))
@@ -97,7 +97,7 @@ def coarse(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of patches of 16 pixels and 8 heads."""
     folder = tmp_path_factory.mktemp("run") / "coarse"
     sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 16, "model.num_heads": 8}
-    loop.run(launch.prepare(images / "train", folder, None, TINY | sizes | {"train.epochs": 1}))
+    loop.train(launch.prepare(images / "train", folder, None, TINY | sizes | {"train.epochs": 1}))
     return folder
 
 

@@ -149,6 +149,6 @@ def test_a_step_is_replayed(tmp_path: Path) -> None:
     changes = TINY | {"device": "cuda", "checkpoint_every_steps": 3, "num_prototypes": 64}
     run = package.pretrain(images / "train", out=tmp_path / "run", **changes)
     loss = [row["loss"] for row in run.rows("metrics.jsonl")][4]
-    found = replay.run(launch.prepare(None, run.path, resume=True), 5)
+    found = replay.replay_step(launch.prepare(None, run.path, resume=True), 5)
     assert not found["void"]
     assert found["losses"]["loss"] == pytest.approx(loss, rel=1e-3)

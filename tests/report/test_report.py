@@ -38,7 +38,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.fixture(scope="module")
 def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
-    loop.run(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True}))
+    loop.train(launch.prepare(images / "train", folder, None, TINY | {"probe.data": str(images), "train.report": True}))
     (folder / "evals/knn").mkdir(parents=True)
     scores: dict[str, dict[str, object]] = {
         "scores": {"knn_top1": 43.25, "broken": "x"},
@@ -125,17 +125,17 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, other)
     changed = (other / "settings.yaml").read_text().replace("num_queries: 2", "num_queries: 0")
     (other / "settings.yaml").write_text(changed)
-    out = report.run([str(run), str(other)], tmp_path / "both.html")
+    out = report.write_report([str(run), str(other)], tmp_path / "both.html")
     text = out.read_text()
     read(text)
     table = text.split("Differences in settings")[1].split("</section>")[0]
     assert re.findall(r"<code>([\w.]+)</code></td><td>(\w+)</td><td>(\w+)<", table) == [("views.num_queries", "2", "0")]
     assert text.count('data-name="second"') == text.count('data-name="first"') > 5
     with pytest.raises(UserError, match="say where it goes with --out"):
-        report.run([str(run), str(other)], None)
+        report.write_report([str(run), str(other)], None)
     same = tmp_path / "x" / "second"
     shutil.copytree(other, same)
-    apart = report.run([str(other), str(same)], tmp_path / "apart.html").read_text()
+    apart = report.write_report([str(other), str(same)], tmp_path / "apart.html").read_text()
     assert f"<b>{same}</b>" in apart
     assert "Nothing: all settings are the same" in apart
 
@@ -161,7 +161,7 @@ def long(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_page_of_ten_thousand_lines_is_small(long: Path) -> None:
-    out = report.run([str(long)], None)
+    out = report.write_report([str(long)], None)
     assert out.stat().st_size < 5_000_000
     text = out.read_text()
     assert max(len(points.split()) for points in re.findall(r'points="([^"]+)"', text)) <= charts.MAX_POINTS
@@ -171,7 +171,7 @@ def test_a_page_of_ten_thousand_lines_is_small(long: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)")
 def test_a_page_of_ten_thousand_lines_opens_at_once(long: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    page_file = report.run([str(long)], None)
+    page_file = report.write_report([str(long)], None)
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         times, errors = [], []
@@ -276,7 +276,7 @@ def test_damaged_and_hostile_files_are_shown_as_far_as_they_go(tmp_path: Path) -
     (bad / "timing.jsonl").write_bytes(b"\xff\xfe\n")
     (bad / "pictures").mkdir()
     (bad / "pictures/step_x.jpg").write_bytes(b"1")
-    text = report.run([str(bad)], tmp_path / "bad.html").read_text()
+    text = report.write_report([str(bad)], tmp_path / "bad.html").read_text()
     read(text)
     assert "<script>alert" not in text
     assert "<img src=x" not in text
@@ -285,9 +285,9 @@ def test_damaged_and_hostile_files_are_shown_as_far_as_they_go(tmp_path: Path) -
     for damaged in ("metrics.jsonl", "settings.yaml"):
         (bad / damaged).write_bytes(b"\xff" * 100)
     with pytest.raises(UserError, match="holds no run"):
-        report.run([str(bad)], tmp_path / "bad.html")
+        report.write_report([str(bad)], tmp_path / "bad.html")
     with pytest.raises(UserError, match="does not exist"):
-        report.run([str(tmp_path / "nowhere")], None)
+        report.write_report([str(tmp_path / "nowhere")], None)
 
 
 def test_pictures_of_a_run_that_starts_anew_or_goes_on(run: Path, images: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def train_and_stop(images: Path, out: Path, step: int, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "step", signalled)
         with pytest.raises(SystemExit) as stopped:
-            loop.run(launched)
+            loop.train(launched)
     assert stopped.value.code == 75
 
 
@@ -57,7 +57,7 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     """With lines every 10 steps and measures every 100, as by default."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     short = {"train.epochs": 7, "train.report": False}
-    loop.run(launch.prepare(images / "train", whole, None, SPARSE | short))
+    loop.train(launch.prepare(images / "train", whole, None, SPARSE | short))
     assert [row["step"] for row in read_record(whole).health_rows] == [10, 28]
     texts = [statement.text for statement in describe_status(read_record(whole))]
     assert any("No sign of a collapse in 2 measures" in text for text in texts)
@@ -66,7 +66,7 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     stopped = read_record(parts)
     assert ([row["step"] for row in stopped.health_rows], stopped.state) == ([10, 17], "stopped")
     assert any("No sign of a collapse" in statement.text for statement in describe_status(stopped))
-    loop.run(launch.prepare(images / "train", parts, None, SPARSE | short))
+    loop.train(launch.prepare(images / "train", parts, None, SPARSE | short))
     assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
 
 

@@ -112,7 +112,7 @@ def test_runs_of_a_study_sleep_while_they_wait(images: Path, tmp_path: Path) -> 
     small = {"settings": {"train.epochs": 1, "optim.warmup_epochs": 0, "train.report": False}, "seeds": [0]}
     file = study(tmp_path, **small, arms={"untrained": {"untrained": True}})
     program = "import sys; from pathlib import Path; from adclr import study; "
-    program += "study.run(Path(sys.argv[1]), Path(sys.argv[2]), None, {'photos': sys.argv[3]})"
+    program += "study.run_study(Path(sys.argv[1]), Path(sys.argv[2]), None, {'photos': sys.argv[3]})"
     done = subprocess.run(
         [sys.executable, "-c", program, str(file), str(tmp_path / "runs"), str(images)],
         capture_output=True,

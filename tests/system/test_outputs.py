@@ -257,7 +257,7 @@ def test_an_export_replaces_neither_an_added_file_nor_one_outside(weights: Path,
 def test_the_demo_leaves_a_picture_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "attention.png").write_bytes(b"mine")
     with pytest.raises(UserError, match=r"attention\.png was not written by adclr demo"):
-        demo.run(tmp_path, 0)
+        demo.run_demo(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["attention.png"]
 
 

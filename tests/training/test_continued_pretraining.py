@@ -206,7 +206,7 @@ def test_no_recipe_and_a_plan_take_the_model_too(images: Path, weights: Path, tm
     assert any("the model is that of" in reason for reason in found.reasons)
     small = {"init": str(weights), "train.batch_size": 8}
     gpu = Gpu("x", 80.0, 900.0)
-    planning.run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
+    planning.plan_run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["settings"]["model"]["dim"] == 24
 
 

@@ -134,7 +134,7 @@ def test_a_plan_is_of_the_run_that_follows(images: Path, tmp_path: Path, adclr: 
 
 def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     settings = parsing.build(Settings, parsing.load_recipe("adclr_vits16"))
-    plan = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
+    plan = planning.plan_run(None, images=1_281_167, recipe="adclr_vits16", gpu=H200, num_gpus=8)
     text = capsys.readouterr().out
     assert "ESTIMATED, not measured, for H200" in text
     assert plan["steps"] == 100 * 1251
@@ -145,7 +145,7 @@ def test_the_model_is_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["time"]["hours"] == pytest.approx(100 * 1251 * 1024 / rate / 3600)
     memory = plan["memory"]
     assert (memory["micro_batch_size"], memory["accumulate"]) == (128, 1)
-    small = planning.run(None, images=1_281_167, recipe="adclr_vits16", gpu=plan_gpus.GPUS["l4"])["memory"]
+    small = planning.plan_run(None, images=1_281_167, recipe="adclr_vits16", gpu=plan_gpus.GPUS["l4"])["memory"]
     assert small["micro_batch_size"] * small["accumulate"] == 1024
     assert small["micro_batch_size"] <= small["images_that_fit"] < 2 * small["micro_batch_size"]
     assert small["fixed_gib"] + small["images_that_fit"] * small["image_gib"] <= micro_batch.GPU_SHARE * 22
@@ -167,7 +167,7 @@ MEASURED = [
 @pytest.mark.parametrize(("recipe", "size", "batch", "measured"), MEASURED)
 def test_the_model_gives_what_was_measured(recipe: str, size: str, batch: int, measured: float) -> None:
     told = {"size": size, "batch_size": batch}
-    plan = planning.run(None, images=5000, recipe=recipe, gpu=H200, overrides=told)
+    plan = planning.plan_run(None, images=5000, recipe=recipe, gpu=H200, overrides=told)
     assert plan["memory"]["micro_batch_size"] == batch
     assert plan["time"]["images_per_second"] == pytest.approx(measured, rel=0.1)
 
@@ -175,7 +175,7 @@ def test_the_model_gives_what_was_measured(recipe: str, size: str, batch: int, m
 def test_the_estimate_knows_checkpointing_compiling_and_cuda_graphs() -> None:
     def plan(num_gpus: int = 1, **changes: Any) -> Any:
         told = {"batch_size": 64} | changes
-        return planning.run(None, images=5000, recipe="adclr_vits16", gpu=H200, num_gpus=num_gpus, overrides=told)
+        return planning.plan_run(None, images=5000, recipe="adclr_vits16", gpu=H200, num_gpus=num_gpus, overrides=told)
 
     def rate(plan: Any) -> float:
         return float(plan["time"]["images_per_second"])
@@ -210,7 +210,7 @@ def test_steps_are_timed_as_training_takes_them(
         return take(step, views, *temperatures)
 
     monkeypatch.setattr(Step, "accumulate_gradients", learn)
-    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
+    plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
     accumulate, count = expected
     assert taken == {(1, 1, 2), (accumulate, accumulate, count)}
     assert plan["memory"]["accumulate"] == accumulate
@@ -234,7 +234,7 @@ def test_a_slow_model_is_timed_by_two_images(images: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Step, "__call__", learn)
     monkeypatch.setattr(plan_trial, "CPU_STEP_SECONDS", 0.02)
-    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+    plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
     assert set(taken) == {2}
     assert plan["time"]["steps_images_per_second"] == pytest.approx(100, rel=0.5)
 
@@ -257,7 +257,7 @@ def test_a_plan_does_not_count_what_is_paid_once(images: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Decoder, "__call__", first_is_slow)
     monkeypatch.setattr(Step, "__call__", learn)
-    plan = planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "off"})
+    plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "off"})
     assert plan["decoded"]["images_per_second"] > 200
     assert plan["time"]["steps_images_per_second"] == pytest.approx(80, rel=0.3)  # 8 images in 0.1 seconds
 
@@ -271,7 +271,7 @@ def test_a_plan_is_the_same_on_a_busy_machine(images: Path, monkeypatch: pytest.
     monkeypatch.setattr(Step, "__call__", lambda *_: work(0.1))
 
     def plan() -> Any:
-        return planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+        return planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
 
     quiet, others = plan(), []
     try:
@@ -296,7 +296,7 @@ def test_on_a_cpu_views_and_decoding_take_time_too(images: Path, monkeypatch: py
         return render(packed, *rest)
 
     def plan(**changes: Any) -> Any:
-        return planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
+        return planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | changes)
 
     monkeypatch.setattr(augment, "render", slow)
     kept = plan()["time"]
@@ -310,42 +310,42 @@ def test_on_a_cpu_views_and_decoding_take_time_too(images: Path, monkeypatch: py
 
 
 def test_a_plan_without_images_has_views_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planning.run(None, images=50, recipe="adclr_vits16", overrides=TINY)
+    plan = planning.plan_run(None, images=50, recipe="adclr_vits16", overrides=TINY)
     assert plan["time"]["images_per_second"] < plan["time"]["views_images_per_second"]
     assert "and their views at" in " ".join(capsys.readouterr().out.split())
 
 
 def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {"images": 50_000_000, "recipe": "adclr_vitb16", "gpu": plan_gpus.GPUS["l4"]}
-    plan = planning.run(None, **told, out=tmp_path / "run")
+    plan = planning.plan_run(None, **told, out=tmp_path / "run")
     (warning,) = plan["warnings"]
     assert warning.startswith("it takes about ")
     assert "days; fewer train.epochs, a smaller model.size" in warning
     monkeypatch.setattr(planning, "_free_bytes", lambda path: 1e6)
-    plan = planning.run(None, **told, overrides={"micro_batch_size": 1024}, out=tmp_path / "run")
+    plan = planning.plan_run(None, **told, overrides={"micro_batch_size": 1024}, out=tmp_path / "run")
     first, _, last = plan["warnings"]
     assert "train.micro_batch_size=1024 does not fit: at most" in first
     assert "has room for 1 MB" in last
 
 
 def test_without_a_recipe_one_is_chosen_as_pretrain_would(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planning.run(str(images / "train"), gpu=H200)
+    plan = planning.plan_run(str(images / "train"), gpu=H200)
     assert plan["recipe"] == "auto: adclr_small"
     assert "24 pixels are small images" in capsys.readouterr().out
-    plan = planning.run(None, images=2_000_000, gpu=H200)
+    plan = planning.plan_run(None, images=2_000_000, gpu=H200)
     assert plan["recipe"] == "auto: adclr_vitb16"
     assert "taken to be of 256 pixels" in capsys.readouterr().out
 
 
 def test_images_on_the_gpu_leave_less_room(images: Path) -> None:
     def plan(**changes: Any) -> Any:
-        return planning.run(str(images / "train"), gpu=H200, recipe="adclr_vits16", overrides=TINY | changes)
+        return planning.plan_run(str(images / "train"), gpu=H200, recipe="adclr_vits16", overrides=TINY | changes)
 
     free, taken = plan(cache="off"), plan(cache="gpu")
     assert (free["decoded"]["kept"], taken["decoded"]["kept"]) == (None, "gpu")
     assert free["memory"]["images_that_fit"] > taken["memory"]["images_that_fit"]
     with pytest.raises(UserError, match="not on a GPU"):
-        planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "gpu"})
+        planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY | {"cache": "gpu"})
 
 
 def test_names_of_gpus() -> None:
@@ -365,7 +365,7 @@ def test_too_many_images_at_once_are_told_which_number_fits(images: Path, monkey
 
     monkeypatch.setattr("adclr.training.step.Step.__call__", full)
     with pytest.raises(UserError, match=r"8 images at once do not fit into .* GiB; set train\.micro_batch_size=4"):
-        planning.run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+        planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
 
 
 def test_help_lists_the_settings_at_once(adclr: Adclr) -> None:

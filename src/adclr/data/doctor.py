@@ -47,7 +47,7 @@ LEVELS = np.arange(256) / 255
 DEEP_COLORS = ";16"  # behind a mode of Pillow, which is the same for colors of 8 bits and of more
 
 
-class Settings(Section):
+class DoctorSettings(Section):
     """The settings of `adclr doctor`."""
 
     max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
@@ -136,7 +136,7 @@ def _examine_all(source: Source, decoder: Decoder, num_workers: int) -> Iterator
 
 
 def _diagnose(
-    data: str, source: Source, findings: Sequence[Finding], settings: Settings, memory: int | None
+    data: str, source: Source, findings: Sequence[Finding], settings: DoctorSettings, memory: int | None
 ) -> dict[str, Any]:
     """Return the report: numbers, problems with examples, and advice."""
     good = [finding for finding in findings if finding.problem is None]
@@ -214,7 +214,11 @@ def _histogram(sides: np.ndarray[Any, Any]) -> dict[str, int]:
 
 
 def _advice(
-    report: dict[str, Any], findings: Sequence[Finding], good: Sequence[Finding], settings: Settings, memory: int | None
+    report: dict[str, Any],
+    findings: Sequence[Finding],
+    good: Sequence[Finding],
+    settings: DoctorSettings,
+    memory: int | None,
 ) -> list[str]:
     advice = []
     counts = {name: len(paths) for name, paths in report["troubles"].items()}
@@ -329,7 +333,7 @@ def _contact_sheet(source: Source, findings: Sequence[Finding], decoder: Decoder
     return sheet
 
 
-def run(data: str, out: Path, settings: Settings, overwrite: bool = False) -> dict[str, Any]:
+def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite: bool = False) -> dict[str, Any]:
     """Examine a collection, write doctor.json, doctor.txt and contact_sheet.png to `out`, and return the report."""
     check_writable(out)
     if out.exists() and not out.is_dir():

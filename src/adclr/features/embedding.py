@@ -54,7 +54,7 @@ ASSUMED_SIDE = 1024  # pixels of images that keep their size, for the size of a 
 MAX_PENDING = 3  # batches that wait to be written
 
 
-class Settings(Section):
+class EmbeddingSettings(Section):
     """Settings of `adclr embed`."""
 
     vector: Literal["cls", "mean_patch", "both"] = Field(
@@ -102,15 +102,17 @@ def embed(
     **settings: Any,
 ) -> dict[str, Any]:
     """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
-    return run(str(weights), str(images), Path(out), dense, parsing.build(Settings, settings), partial, overwrite)
+    return embed_collection(
+        str(weights), str(images), Path(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
+    )
 
 
-def run(
+def embed_collection(
     weights: str,
     images: str,
     out: Path,
     dense: bool,
-    settings: Settings,
+    settings: EmbeddingSettings,
     partial: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class SizeFeatures(NamedTuple):
 class Network:
     """A network and what is computed with it: `network(groups)` returns features of images of several sizes."""
 
-    def __init__(self, weights: Weights, settings: Settings, dense: bool, device: torch.device) -> None:
+    def __init__(self, weights: Weights, settings: EmbeddingSettings, dense: bool, device: torch.device) -> None:
         self.weights, self.settings, self.dense, self.device = weights, settings, dense, device
         self.vit = weights.vit.to(device)
         self.framing = self._framing()

@@ -37,7 +37,7 @@ SHEETS = {name: (f"{name}.png",) for name in ("attention", "pca", "match")} | {
 }
 
 
-def run(
+def write_figures(
     name: str, weights: str, images: Sequence[str], out: Path, settings: FigureSettings, overwrite: bool = False
 ) -> dict[str, Any]:
     """Write a picture of each image, a sheet of all and NAME.json to `out`; return what the JSON file holds."""

@@ -15,7 +15,7 @@ from adclr.system.files import check_writable, write_atomically
 FILE = "report.html"
 
 
-def run(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
+def write_report(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
     """Write the page and return its path: `out`, by default report.html in the directory of a single run."""
     if out is None:
         if len(runs) > 1:

@@ -61,7 +61,7 @@ class LiveReport:
 
     def page(self) -> None:
         """Write the page."""
-        self._try(lambda: report.run([str(self.run.path)], None))
+        self._try(lambda: report.write_report([str(self.run.path)], None))
         self.page_time = time.monotonic()
 
     def _draw(self, step: int) -> None:

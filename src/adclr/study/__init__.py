@@ -22,7 +22,7 @@ from adclr.system.text import printable, printable_lines
 NUM_TRAIN_PIXELS, NUM_VAL_PIXELS = 200, 100  # scenes with labeled pixels
 
 
-def run(
+def run_study(
     file: Path,
     out: Path,
     results: Path | None,

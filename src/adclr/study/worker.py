@@ -34,7 +34,7 @@ def run_job(job: dict[str, Any]) -> None:
             settings = launch.resolve_settings(parsing.load_recipe(job["recipe"]), job["overrides"])
             save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
-            loop.run(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
+            loop.train(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
         if not result.exists():
             results.write_training(result, job["identity"], run, job["untrained"], job["fingerprint"])
     for task in job["evaluations"]:

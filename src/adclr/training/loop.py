@@ -43,10 +43,10 @@ def pretrain(
     data: str | Path | None, out: str | Path, recipe: str | Path | None = None, resume: bool = False, **settings: Any
 ) -> Run:
     """Train to the end, or resume: `pretrain("photos/", out="runs/photos", recipe="adclr_vits16", epochs=100)`."""
-    return run(launch.prepare(data, out, recipe, settings, resume))
+    return train(launch.prepare(data, out, recipe, settings, resume))
 
 
-def run(launched: Launch) -> Run:
+def train(launched: Launch) -> Run:
     """Train a prepared run to the end, from its newest checkpoint if it has one."""
     settings, run = launched.settings, launched.run
     if run.finished:
@@ -69,7 +69,7 @@ def run(launched: Launch) -> Run:
             job = shard(job)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)
             live = _open_live(job)
-            _train(job, step, _make_probe(job, images), live)
+            _take_steps(job, step, _make_probe(job, images), live)
         except torch.OutOfMemoryError:
             fits = False  # the size that fits is measured below, where no traceback holds on to memory
         if not fits:
@@ -84,7 +84,7 @@ def run(launched: Launch) -> Run:
     return run
 
 
-def _train(job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None) -> None:
+def _take_steps(job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None) -> None:
     """Take all steps that are left; log, score, save and draw between them."""
     settings, schedules, start, total = job.settings, job.schedules, job.start, job.schedules.total_steps
     save_every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)

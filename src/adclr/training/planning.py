@@ -62,7 +62,7 @@ class Device:
     images_per_second: float
 
 
-def run(
+def plan_run(
     data: str | None,
     images: int | None = None,
     recipe: str | None = None,

@@ -39,7 +39,7 @@ MAX_IMAGES = 8  # that are named
 Indices = NDArray[np.int64]
 
 
-def run(launched: Launch, step: int) -> dict[str, Any]:
+def replay_step(launched: Launch, step: int) -> dict[str, Any]:
     """Return, print and write what is not finite in a step, which is counted from 1 as in metrics.jsonl."""
     # to decode all images for a few steps would take longer than the steps
     data = launched.settings.data.model_copy(update={"cache": "off"})

@@ -14,7 +14,7 @@ from adclr.config.parsing import Count, Device, Positive, Section, Side, UserErr
 from adclr.system.optional import require
 
 
-class Settings(Section):
+class ExplorerSettings(Section):
     """Settings of `adclr explore`."""
 
     size: Side | None = Field(
@@ -25,7 +25,7 @@ class Settings(Section):
     device: Device = Field("auto", description="auto: the GPU if there is one")
 
 
-def run(weights: list[str], images: list[str], host: str, port: int, settings: Settings) -> None:
+def serve(weights: list[str], images: list[str], host: str, port: int, settings: ExplorerSettings) -> None:
     """Serve the page until it is stopped."""
     uvicorn, _ = (require(package, "explore", "adclr explore") for package in ("uvicorn", "starlette"))
     from adclr.features import analysis
