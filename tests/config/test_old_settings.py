@@ -28,7 +28,11 @@ CONSTANTS: dict[str, Any] = {
     "views.mask_probability": 0.5,
     "views.mask_ratio": [0.1, 0.5],
     "method.student_temperature": 0.1,
+    "train.max_void_steps": 50,
     "probe.images_at_once": 256,
+    "probe.k": 20,
+    "probe.pixels_size": None,
+    "probe.memory_size": 102_400,
 }
 SEGMENTATION = {"name": "segmentation", "data": "photos", "score": "segmentation_miou"}
 

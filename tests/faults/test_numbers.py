@@ -16,6 +16,7 @@ from torch import Tensor
 import adclr as package
 import lives
 from adclr.config.parsing import UserError
+from adclr.config.settings import Train
 from adclr.data import batches
 from adclr.data.random_draws import key_of
 from adclr.model.losses import Center
@@ -213,10 +214,13 @@ def test_replaying_from_the_command_line(images: Path, tmp_path: Path, adclr: Ad
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
-def test_a_run_of_void_steps_ends_with_advice_and_a_good_checkpoint(images: Path, tmp_path: Path) -> None:
+def test_a_run_of_void_steps_ends_with_advice_and_a_good_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     changes = TINY | {"lr": 1e38, "warmup_epochs": 0, "clip_norm": None, "epochs": 100}
-    changes |= {"max_void_steps": 7, "checkpoint_every_steps": 1, "log_every_steps": 5}
+    changes |= {"checkpoint_every_steps": 1, "log_every_steps": 5}
+    monkeypatch.setattr(Train, "max_void_steps", 7)
     with pytest.raises(UserError, match=rf"the last \d+ steps were void.*adclr pretrain --out {out} --replay \d+, or"):
         package.pretrain(images / "train", out=out, **changes)
     steps = [row["step"] for row in Run(out).rows("voided.jsonl")]

@@ -248,9 +248,8 @@ class Train(Section):
         "float32", "of gradients on their way between processes"
     )
     deterministic: bool = advanced(False, "refuse operations that are not repeated to the bit on a GPU")
-    max_void_steps: Count = runtime(
-        50, "steps in a row with a loss or gradient that is not finite, after which the run ends"
-    )
+    # steps in a row with a loss or gradient that is not finite, after which the run ends; single ones do occur
+    max_void_steps: ClassVar[int] = 50
     log_every_steps: Count = runtime(10, "steps between lines of metrics.jsonl")
     health_every_steps: Count | None = runtime(100, "steps between looks at whether it collapses; null: never")
     checkpoint_every_steps: Count | None = runtime(
@@ -281,12 +280,14 @@ class Probe(Section):
         free=["resume"],
     )
     every_epochs: Count = setting(10, "epochs between probes; the start and the end always", free=["resume"])
-    k: Count = runtime(20, "neighbors")
+    # neighbors; DINO's and iBOT's best on ImageNet, so that scores of different runs can be compared
+    k: ClassVar[int] = 20
     # images that go through the network together; without gradients, this takes less memory than a training step
     images_at_once: ClassVar[int] = 256
     pixels: str | None = setting(None, "labeled pixels (see evaluate incontext) for in-context mIoU", free=["resume"])
-    pixels_size: Side | None = runtime(None, "shorter side of those images; null: that of the global crops")
-    memory_size: Count = runtime(102_400, "labeled patches that in-context segmentation remembers")
+    pixels_size: ClassVar[None] = None  # shorter side of those images: that of the global crops
+    # labeled patches that in-context segmentation remembers; 10 million, as published, take minutes in every probe
+    memory_size: ClassVar[int] = 102_400
 
 
 class Settings(Section):
