@@ -205,7 +205,7 @@ def test_a_machine_without_a_c_compiler_trains_all_the_same(tmp_path: Path) -> N
     # nothing that was compiled before, and no compiler: Triton and torch then have neither kernels nor launchers
     missing = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++", "PATH": "/nowhere"}
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    changes = TINY | {"device": "cuda", "dim": 64, "num_heads": 2, "epochs": 1}
+    changes = TINY | {"device": "cuda", "dim": 64, "num_heads": 2, "epochs": 1, "compile": "on"}
     done = subprocess.run(
         [
             sys.executable,

@@ -278,7 +278,7 @@ def test_a_run_is_recorded_with_and_without_compiling(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(step, "RecordedStep", Counted)
     images, losses = write_scenes(tmp_path / "scenes"), []
-    how = ({}, {"compile": "off"}, {"compile": "off", "cuda_graph": "off"})
+    how = ({"compile": "on"}, {"compile": "off"}, {"compile": "off", "cuda_graph": "off"})
     for number, changes in enumerate(how):
         recorded.append(0)
         changes = for_kernels(masked_weight=0.0, deterministic=True) | changes

@@ -18,7 +18,7 @@ from adclr.model.blocks import run_block, run_checkpointed
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import VisionTransformer
 from adclr.system import devices, trial_kernels, triton_available
-from adclr.training import job, micro_batch
+from adclr.training import job, micro_batch, plan_cost
 from adclr.training.job import build
 from kernel_device import DEVICE, needs_interpreter
 from tiny import TINY, tiny
@@ -134,6 +134,25 @@ def test_auto_compiles_on_a_gpu_only_and_activations_are_checkpointed_when_asked
     assert job.compile_method(method, tiny(checkpoint_activations=True), CPU, None, 4) is None
     assert method.student.backbone.run_block is run_checkpointed
     assert method.teacher.backbone.run_block is run_block
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro_batch", "steps", "expected"),
+    [
+        ({}, 8, plan_cost.COMPILE_STEPS, True),
+        ({}, 8, plan_cost.COMPILE_STEPS - 1, False),
+        ({}, 8, None, True),
+        ({}, 4, 100, True),  # micro-batches, or several processes: the step is not recorded
+        ({"cuda_graph": "off"}, 8, 100, True),
+        ({"compile": "on"}, 8, 100, True),
+        ({"compile": "off"}, 8, 10**6, False),
+        ({"compile": "on", "shard": True}, 8, 10**6, False),
+    ],
+)
+def test_auto_compiles_where_it_saves_more_time_than_it_takes(
+    changes: dict[str, Any], micro_batch: int, steps: int | None, expected: bool
+) -> None:
+    assert plan_cost.compiles_blocks(tiny(**changes), micro_batch, steps) is expected
 
 
 def test_training_with_checkpointed_activations_is_the_same(images: Path, tmp_path: Path) -> None:

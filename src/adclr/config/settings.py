@@ -233,7 +233,7 @@ class Train(Section):
         "auto", "auto: bfloat16 autocast on a GPU that has it, else float32"
     )
     compile: Literal["auto", "on", "off"] = runtime(
-        "auto", "compile the blocks of the ViT, which takes under a minute; auto: on a GPU"
+        "auto", "compile the blocks of the ViT, which takes under a minute; auto: on GPUs, but in short runs on one GPU"
     )
     cuda_graph: Literal["auto", "off"] = runtime(
         "auto", "record the step as one CUDA graph; auto: on one GPU, where a micro-batch is a step"

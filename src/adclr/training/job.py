@@ -28,6 +28,7 @@ from adclr.training.fsdp import Sharded
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
 from adclr.training.micro_batch import fit_micro_batch, random_views
+from adclr.training.plan_cost import compiles_blocks
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, architecture
@@ -66,14 +67,20 @@ def build(settings: Settings) -> ADCLR:
 
 
 def compile_method(
-    method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
+    method: ADCLR,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    micro_batch: int,
+    total_steps: int | None = None,  # of the run; None: many
 ) -> CompileResult | None:
-    """Compile the blocks of both backbones for micro-batches of this size; None where settings do not ask for it.
+    """Compile the blocks of both backbones for micro-batches of this size; None where `compiles_blocks` is false.
 
-    The trial step that compiles leaves weights, gradients and centers as they were.
+    On a CPU they are compiled under `train.compile=on` only. The trial step that compiles leaves weights, gradients and
+    centers as they were.
     """
-    compiles = settings.train.compile == "on" or (settings.train.compile == "auto" and device.type == "cuda")
-    if settings.train.shard or not compiles:
+    on_cpu = device.type == "cpu" and settings.train.compile == "auto"
+    if on_cpu or not compiles_blocks(settings, micro_batch, total_steps):
         return None
 
     def trial() -> None:

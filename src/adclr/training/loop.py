@@ -64,7 +64,8 @@ def train(launched: Launch) -> Run:
         job = load_job(launched, device)
         fits, step = True, None
         try:
-            compiled = compile_method(job.method, settings, device, job.dtype, job.micro_batch)
+            steps = job.schedules.total_steps
+            compiled = compile_method(job.method, settings, device, job.dtype, job.micro_batch, steps)
             record_start(job, launched, compiled)
             job = shard(job)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)

@@ -94,10 +94,16 @@ class _StepMaker:
     """Makes steps of one method on views of noise."""
 
     def __init__(
-        self, method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None, micro_batch: int
+        self,
+        method: ADCLR,
+        settings: Settings,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        micro_batch: int,
+        total_steps: int,
     ) -> None:
         self.method, self.settings, self.device, self.dtype = method, settings, device, dtype
-        compile_method(method, settings, device, dtype, micro_batch)
+        compile_method(method, settings, device, dtype, micro_batch, total_steps)
         self.optimizer = schedules.make_optimizer(method.student, settings)
         self.values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
 
@@ -119,10 +125,12 @@ def time_steps(
     local_batch: int,
     micro_batch: int,
     num_gpus: int,
+    total_steps: int,
 ) -> StepTime:
     """Time steps of `local_batch` images in micro-batches; on a CPU of fewer images where they take too long."""
     if device.type == "cuda":
-        steps, accumulate = _StepMaker(method, settings, device, dtype, micro_batch), local_batch // micro_batch
+        accumulate = local_batch // micro_batch
+        steps = _StepMaker(method, settings, device, dtype, micro_batch, total_steps)
         step = steps.make(accumulate, micro_batch, num_gpus == 1, GPU_WARMUP)
         spent = statistics.median(time_calls(step, device, GPU_STEPS, GPU_REPEATS))
         return StepTime(local_batch / spent, accumulate, micro_batch)
@@ -132,7 +140,7 @@ def time_steps(
         return max(1, images // micro_batch), min(micro_batch, images)
 
     num_images = min(local_batch, CPU_MIN_IMAGES)
-    steps = _StepMaker(method, settings, device, dtype, split(num_images)[1])
+    steps = _StepMaker(method, settings, device, dtype, split(num_images)[1], total_steps)
     _, spent = _cpu_seconds(steps.make(*split(num_images), False, warmup=1), 1)
     images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * num_images / spent)))
     accumulate, micro = split(images)

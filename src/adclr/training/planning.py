@@ -85,6 +85,7 @@ def plan_run(
     count = len(source) if source is not None else images or 0
     launch.check_batch(settings, count, num_gpus, "GPUs")
     local = settings.train.batch_size // num_gpus
+    steps = settings.train.epochs * (count // settings.train.batch_size)
     if gpu is None and num_gpus > 1 and machine.gpu_bytes(settings.train.device) is None:
         raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
     from adclr.training import plan_trial
@@ -92,9 +93,9 @@ def plan_run(
     sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
     cached = sample.bytes if sample and sample.cache == "gpu" else 0.0
     if gpu:
-        device = _estimate_device(settings, local, num_gpus, gpu, cached)
+        device = _estimate_device(settings, local, num_gpus, gpu, cached, steps)
     else:
-        device = _measure_device(settings, local, num_gpus, cached)
+        device = _measure_device(settings, local, num_gpus, cached, steps)
     views = None if device.on_gpu else plan_trial.time_views(settings, sample)
     plan = _report(settings, source, count, num_gpus, device, sample, views, out)
     print(printable_lines("\n".join([*reasons, *describe(plan)])))
@@ -143,12 +144,14 @@ def _settle(
     )
 
 
-def estimate_step_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1) -> float:
+def estimate_step_seconds(
+    settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1, total_steps: int | None = None
+) -> float:
     """Return the estimated time of a step on a GPU that is not present."""
     dim, depth, _ = settings.model.shape
     flops = plan_cost.flops(settings)
     image_seconds = (flops.step + flops.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
-    if settings.train.compile == "off" or settings.train.shard:
+    if not plan_cost.compiles_blocks(settings, micro_batch, total_steps):
         image_seconds *= UNCOMPILED
     seconds, accumulate = UPDATE_SECONDS + local_batch * image_seconds, local_batch // micro_batch
     if plan_cost.allows_cuda_graph(settings) and accumulate == 1 and num_gpus == 1:
@@ -156,14 +159,16 @@ def estimate_step_seconds(settings: Settings, gpu: Gpu, local_batch: int, micro_
     return max(seconds, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
 
 
-def _estimate_device(settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, cached: float) -> Device:
+def _estimate_device(
+    settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, cached: float, total_steps: int
+) -> Device:
     """Return the estimate for a GPU that is not present, of which images take `cached` bytes."""
     from adclr.training.micro_batch import GPU_SHARE, largest_divisor
 
     fixed, image_bytes = plan_cost.gpu_memory(settings)
     free = GPU_SHARE * (gpu.gib * GIB - cached) - fixed
     micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
-    rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus)
+    rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus, total_steps)
     share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
         f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
@@ -172,7 +177,7 @@ def _estimate_device(settings: Settings, local_batch: int, num_gpus: int, gpu: G
     return Device(basis, False, True, gpu.gib, free, fixed, image_bytes, micro, rate)
 
 
-def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached: float) -> Device:
+def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached: float, total_steps: int) -> Device:
     """Measure the present device by a few steps as training takes them: as many micro-batches, recorded or not."""
     import torch
 
@@ -195,7 +200,7 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
     micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
     timed = None
     with suppress(torch.OutOfMemoryError):
-        timed = plan_trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus)
+        timed = plan_trial.time_steps(method, settings, device, dtype, local_batch, micro, num_gpus, total_steps)
     if timed is None:  # outside of the handler no traceback holds on to memory
         raise UserError(
             f"{micro} images at once do not fit into {total / GIB:.1f} GiB; "

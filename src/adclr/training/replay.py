@@ -54,7 +54,7 @@ def replay_step(launched: Launch, step: int) -> dict[str, Any]:
         raise UserError("--replay works in one process; start it without torchrun")
     with deterministic(settings.train.deterministic):
         job = load_job(launched, device, before=step)
-        compile_method(job.method, settings, device, job.dtype, job.micro_batch)
+        compile_method(job.method, settings, device, job.dtype, job.micro_batch, steps)
         take_step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)
         result = _repeat_to(job, take_step, step) | _diagnose(job, step)
     file = launched.run.path / "replay" / f"step_{step}.json"
