@@ -134,3 +134,20 @@ def test_the_benchmark_of_busy_machines_runs(tmp_path: Path) -> None:
         assert row["images_per_second"] > 0
         assert f"{row['case']:<24} {row['images_per_second']:>9.1f}" in text
     assert rows[2]["of_what_is_left"] == pytest.approx(2 * rows[2]["images_per_second"] / rows[0]["images_per_second"])
+
+
+def test_the_files_of_a_step_are_counted() -> None:
+    """The arithmetic is a part of the step: it reaches the losses, and not the reading of images."""
+    files: dict[str, set[str]] = {}
+    for line in run("traced_files.py", "--list").splitlines():
+        if line.startswith(" "):
+            files[title].add(line.split(":")[0].strip())
+        else:
+            title = line.partition("  ")[0]
+            files[title] = set()
+    step, arithmetic = files["one training step"], files["its arithmetic"]
+    assert {"training/loop.py", "training/journal.py", "data/feed.py", "data/view_plan.py"} <= step - arithmetic
+    assert {"training/step.py", "model/method.py", "model/vit.py", "model/losses.py", "model/optim.py"} <= arithmetic
+    assert arithmetic <= step
+    assert "evals/incontext.py" in files["evaluate incontext"]
+    assert "features/embedding.py" in files["embed"] - files["evaluate incontext"]
