@@ -139,6 +139,7 @@ def test_the_benchmark_of_busy_machines_runs(tmp_path: Path) -> None:
 def test_the_files_of_a_step_are_counted() -> None:
     """The arithmetic is a part of the step: it reaches the losses, and not the reading of images."""
     files: dict[str, set[str]] = {}
+    title = ""
     for line in run("traced_files.py", "--list").splitlines():
         if line.startswith(" "):
             files[title].add(line.split(":")[0].strip())
