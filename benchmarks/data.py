@@ -88,22 +88,22 @@ class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
         ]
 
         def crops(
-            size: int, scale: tuple[float, float], blur: float, solarise: float, colours: bool = True
+            size: int, scale: tuple[float, float], blur: float, solarize: float, colors: bool = True
         ) -> v2.Compose:
             steps: list[Any] = [
                 v2.RandomResizedCrop(size, scale, interpolation=3, antialias=True),
                 v2.RandomHorizontalFlip(),
             ]
-            if colours:
+            if colors:
                 steps += [v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.2, 0.1)], 0.8), v2.RandomGrayscale(0.2)]
-                steps += [v2.RandomApply([blurred], blur), v2.RandomSolarize(128, solarise)]
+                steps += [v2.RandomApply([blurred], blur), v2.RandomSolarize(128, solarize)]
             return v2.Compose(steps + tail)
 
         self.kinds = [
             (1, crops(views.global_size, views.global_scale, 1.0, 0.0)),
             (1, crops(views.global_size, views.global_scale, 0.1, 0.2)),
             (views.num_local, crops(views.local_size, views.local_scale, 0.5, 0.0)),
-            (views.num_queries, crops(patch, views.query_scale, 0.0, 0.0, colours=False)),
+            (views.num_queries, crops(patch, views.query_scale, 0.0, 0.0, colors=False)),
         ]
 
     def __len__(self) -> int:

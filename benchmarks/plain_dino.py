@@ -3,7 +3,7 @@
 Written from what is known of how DINO is usually trained: one backbone call for each size of crop, the head over all
 class tokens together, attention spelled out, float16 autocast with a gradient scaler, one softmax and one cross entropy
 for each pair of views, and Python loops over the parameters for clipping and for the teacher, each of which the GPU has
-to be waited for. The shapes are those of DINO: pre-norm ViT, three-layer head, weight-normalised prototypes.
+to be waited for. The shapes are those of DINO: pre-norm ViT, three-layer head, weight-normalized prototypes.
 """
 
 from __future__ import annotations

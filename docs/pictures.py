@@ -31,7 +31,7 @@ def adclr(*words: object) -> None:
 
 
 def keep(drawn: Path, name: str) -> None:
-    """Into the repository, as a JPEG with all its colours: a fifth of the bytes."""
+    """Into the repository, as a JPEG with all its colors: a fifth of the bytes."""
     with Image.open(ROOT / drawn) as picture:
         picture.convert("RGB").save(ROOT / OUT / f"{name}.jpg", quality=90, subsampling=0, optimize=True)
 
