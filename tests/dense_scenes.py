@@ -1,4 +1,4 @@
-"""Labelled pixels for tests: the built-in scenes as folders, a tiny backbone, and evaluations in two processes."""
+"""Labeled pixels for tests: the built-in scenes as folders, a tiny backbone, and evaluations in two processes."""
 
 from __future__ import annotations
 

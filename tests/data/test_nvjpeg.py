@@ -25,7 +25,7 @@ from kernel_device import DEVICE
 from tiny import tiny
 
 ON_GPU = DEVICE.type == "cuda"
-NEAR = 0.5 if ON_GPU else 0.0  # of 255, in the mean, where colours are stored at every pixel
+NEAR = 0.5 if ON_GPU else 0.0  # of 255, in the mean, where colors are stored at every pixel
 
 
 def jpeg(number: int = 0, size: tuple[int, int] = (40, 56), orientation: int = 1, **options: Any) -> bytes:
@@ -48,7 +48,7 @@ def test_it_takes_what_it_is_faster_at_and_nothing_doubtful() -> None:
     assert decoder.take(jpeg()[: scan + 14] + b"\xff\xd9") is None  # only their header
     single = bytearray(jpeg())
     single[scan + 4] = 1
-    assert decoder.take(bytes(single)) is None  # colours in scans of their own
+    assert decoder.take(bytes(single)) is None  # colors in scans of their own
     assert decoder.take(b"<html>") is None
     assert decoder.take(jpeg(size=(64, 64))) is not None
     small = GpuDecoder(Decoder(max_side=50), DEVICE)

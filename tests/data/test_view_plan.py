@@ -18,7 +18,7 @@ def arrays(crops: Crops) -> list[np.ndarray]:
     return [value for value in vars(crops).values() if isinstance(value, np.ndarray)]
 
 
-def test_an_images_plan_does_not_hang_on_its_neighbours() -> None:
+def test_an_images_plan_does_not_hang_on_its_neighbors() -> None:
     settings = tiny(masked_weight=1.0)
     whole, part = plan_batch(settings, 5, KEYS, SIZES), plan_batch(settings, 5, KEYS[[8, 3]], SIZES[[8, 3]])
     for a, b in (

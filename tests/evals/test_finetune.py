@@ -25,7 +25,7 @@ from adclr.system.runs import Run
 from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, load_weights
 from adclr.weights.tensors import fingerprint
-from plain_images import coloured, weights
+from plain_images import colored, weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,19 +73,19 @@ def test_groups_and_layer_decay_by_hand() -> None:
 
 
 def test_the_schedule_by_hand(tmp_path: Path) -> None:
-    made = training(coloured(tmp_path), epochs=10, lr=0.01, warmup_epochs=2, final_lr=1e-4)  # 3 steps an epoch
+    made = training(colored(tmp_path), epochs=10, lr=0.01, warmup_epochs=2, final_lr=1e-4)  # 3 steps an epoch
     peak = 0.01 * 16 / 256
     assert [made.lr_at(step / 30, step) for step in (0, 3, 6)] == pytest.approx([0, peak / 2, peak])
     assert made.lr_at(0.6, 18) == pytest.approx(1e-4 + (peak - 1e-4) * 0.5 * (1 + math.cos(math.pi * 12 / 24)))
     assert made.lr_at(1.0, 30) == pytest.approx(1e-4)
-    assert training(coloured(tmp_path), epochs=20, lr=0.01).lr_at(0.1, 6) == pytest.approx(peak)  # a tenth is warm-up
+    assert training(colored(tmp_path), epochs=20, lr=0.01).lr_at(0.1, 6) == pytest.approx(peak)  # a tenth is warm-up
 
 
 def test_what_depends_on_the_backbone(tmp_path: Path) -> None:
-    labelled = open_labeled(coloured(tmp_path))
+    labeled = open_labeled(colored(tmp_path))
 
     def chosen(dim: int, **changes: Any) -> tuple[float, float]:
-        made = finetune.assemble(weights(dim, depth=1), labelled, settings(**changes), CPU, None)
+        made = finetune.assemble(weights(dim, depth=1), labeled, settings(**changes), CPU, None)
         return made.drop_path, min(group["scale"] for group in made.optimizer.param_groups) ** 0.5
 
     assert chosen(32) == (0.1, pytest.approx(0.75))
@@ -95,7 +95,7 @@ def test_what_depends_on_the_backbone(tmp_path: Path) -> None:
 
 
 def test_64_images_are_learned_by_heart(tmp_path: Path) -> None:
-    """Of eight colours; the class is a parity, which no linear layer on colours can know. Val is train."""
+    """Of eight colors; the class is a parity, which no linear layer on colors can know. Val is train."""
     rng = np.random.default_rng(0)
     for number in range(64):
         bits = np.array([number & 1, number >> 1 & 1, number >> 2 & 1])
@@ -110,7 +110,7 @@ def test_64_images_are_learned_by_heart(tmp_path: Path) -> None:
 
 
 def test_everything_at_once_learns_what_can_be_learned(tmp_path: Path) -> None:
-    data = coloured(tmp_path / "data", 64, 30)
+    data = colored(tmp_path / "data", 64, 30)
     found = score(data, tmp_path / "out", epochs=12, lr=0.02, layer_decay=1.0, ema=0.5, clip_norm=1.0, validate_every=6)
     assert found["finetune_top1"] == found["finetune_top1_ema"] == 100
     assert found["num_train"] == 64
@@ -125,7 +125,7 @@ def test_everything_at_once_learns_what_can_be_learned(tmp_path: Path) -> None:
 def test_the_model_it_leaves_is_timms(tmp_path: Path) -> None:
     import timm
 
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     tuned = weights(48)
     finetune.score(tuned, open_labeled(data), settings(epochs=1), CPU, tmp_path / "out")
     theirs = timm.create_model(
@@ -141,7 +141,7 @@ def test_the_model_it_leaves_is_timms(tmp_path: Path) -> None:
 
 def test_the_model_it_leaves_is_weights_like_any_others(tmp_path: Path) -> None:
     """Of a width that does not tell its heads, and positions and norms that are not timm's."""
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     torch.manual_seed(0)
     vit = VisionTransformer(48, 3, 2, 8, 24, position_resampling="offset", norm_eps=1e-5)
     tuned = Weights(vit.eval(), (0.5, 0.4, 0.45), (0.2, 0.25, 0.3), max_value=255.0)
@@ -171,7 +171,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = coloured(tmp_path / "data", shuffled=True)
+    data = colored(tmp_path / "data", shuffled=True)
     changes = {"ema": 0.9, "checkpoint_minutes": 1e-9}
     whole = score(data, tmp_path / "whole", **changes)
     with monkeypatch.context() as patch:
@@ -183,9 +183,9 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
         score(data, tmp_path / "parts", **(changes | {"lr": 0.5}))
     with pytest.raises(UserError, match="of other weights, images or settings"):
         finetune.score(weights(seed=1), open_labeled(data), settings(**changes), CPU, tmp_path / "parts")
-    greyer = replace(weights(), mean=(0.1, 0.1, 0.1))
+    grayer = replace(weights(), mean=(0.1, 0.1, 0.1))
     with pytest.raises(UserError, match="of other weights, images or settings"):
-        finetune.score(greyer, open_labeled(data), settings(**changes), CPU, tmp_path / "parts")
+        finetune.score(grayer, open_labeled(data), settings(**changes), CPU, tmp_path / "parts")
     assert score(data, tmp_path / "parts", **(changes | {"num_workers": 1})) == whole
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -195,7 +195,7 @@ def test_a_killed_fine_tuning_goes_on_to_the_bit(tmp_path: Path, monkeypatch: py
 
 def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state did not say how long the training took."""
-    data = coloured(tmp_path / "data", shuffled=True)
+    data = colored(tmp_path / "data", shuffled=True)
     whole = score(data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         stopping(patch, 5)
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_version_0_1_is_resumed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     with monkeypatch.context() as patch:
         stopping(patch, 2)
         with pytest.raises(Stopped):
@@ -238,7 +238,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = coloured(tmp_path / "data", 50, 24, shuffled=True)
+    data = colored(tmp_path / "data", 50, 24, shuffled=True)
     (data / "train" / "c0" / "broken.png").write_bytes(b"no image")
     plain = score(data, tmp_path / "plain")
     assert plain["num_unreadable"] == 1
@@ -253,7 +253,7 @@ def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, m
 
 
 def test_the_average_of_weights_by_hand(tmp_path: Path) -> None:
-    made = training(coloured(tmp_path), ema=0.75, **PLAIN)
+    made = training(colored(tmp_path), ema=0.75, **PLAIN)
     assert made.ema is not None
     batches = made.batches(0, 2)
     expected = made.model.head.weight.detach().clone()
@@ -266,7 +266,7 @@ def test_the_average_of_weights_by_hand(tmp_path: Path) -> None:
 
 def test_a_step_by_hand(tmp_path: Path) -> None:
     """Loss and update of one plain step against AdamW on the same images."""
-    made = training(coloured(tmp_path), weight_decay=0.1, lr=0.1, layer_decay=1.0, **PLAIN)
+    made = training(colored(tmp_path), weight_decay=0.1, lr=0.1, layer_decay=1.0, **PLAIN)
     again = weights()
     again.vit.load_state_dict(made.model.vit.state_dict())
     other = Classifier(again.vit, 3, "cls", 0)
@@ -287,7 +287,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     for changes, message in (
         ({"lr": 1e30, "warmup_epochs": 0}, "the loss is no number any more in epoch 1; set a lower lr"),
         ({"micro_batch_size": 3}, "micro_batch_size=3 must be even"),
@@ -304,7 +304,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_fails_costs_speed_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     plain = score(data)
 
     def broken(*_: Any, **__: Any) -> Any:

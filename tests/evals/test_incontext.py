@@ -59,7 +59,7 @@ def test_labels_of_patches_are_counted() -> None:
                 assert counts[image, row * 3 + column].tolist() == expected
 
 
-def test_rare_classes_come_more_often_and_unlabelled_patches_never() -> None:
+def test_rare_classes_come_more_often_and_unlabeled_patches_never() -> None:
     counts = torch.zeros(100, 3)
     counts[:80, 0] = 5  # common
     counts[80:90, 1] = 5  # rare; the last ten have no label
@@ -133,7 +133,7 @@ def test_images_of_many_sizes_do_not_all_wait(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(indices) == list(range(40))
 
 
-def test_the_images_themselves_are_recognised(tmp_path: Path) -> None:
+def test_the_images_themselves_are_recognized(tmp_path: Path) -> None:
     """Val scenes that are in the memory: their own patches are their nearest, and say what they are."""
     data = segmented(tmp_path, 4, 4, 32, same=True)
     found = score(data, memory_size=10**6, k=1)

@@ -52,7 +52,7 @@ def test_votes_equal_a_loop_in_float64_in_any_chunks() -> None:
             assert found[:, 0].tolist() == expected
 
 
-def coloured(folder: Path, shuffled: bool = False) -> Path:
+def colored(folder: Path, shuffled: bool = False) -> Path:
     """Two classes of plain images, red and blue; or labels that mean nothing."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 60), ("val", 40)):
@@ -74,26 +74,26 @@ def random_weights() -> Weights:
 
 def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    scores = knn.score(random_weights(), open_labeled(coloured(tmp_path / "a")), knn.Settings(), cpu, show=False)
+    scores = knn.score(random_weights(), open_labeled(colored(tmp_path / "a")), knn.Settings(), cpu, show=False)
     assert scores["knn_top1"] == 100
     assert scores["num_train"] == 60
     assert set(scores) >= {"knn_top1_k10", "knn_top1_k20", "knn_top1_k60"}  # k is at most the number of images
-    chance = knn.score(random_weights(), open_labeled(coloured(tmp_path / "b", True)), knn.Settings(), cpu, show=False)
+    chance = knn.score(random_weights(), open_labeled(colored(tmp_path / "b", True)), knn.Settings(), cpu, show=False)
     assert 20 < chance["knn_top1"] < 80
 
 
 @pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (7, 4), (64, 2)])
 def test_scores_do_not_hang_on_batches_or_threads(tmp_path: Path, batch_size: int, workers: int) -> None:
-    labelled = open_labeled(coloured(tmp_path, True))
+    labeled = open_labeled(colored(tmp_path, True))
     settings = knn.Settings(batch_size=batch_size, num_workers=workers)
-    found = knn.score(random_weights(), labelled, settings, torch.device("cpu"), show=False)
-    assert found == knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
+    found = knn.score(random_weights(), labeled, settings, torch.device("cpu"), show=False)
+    assert found == knn.score(random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False)
 
 
 def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
-    labelled = open_labeled(coloured(tmp_path))
-    (labelled.val.source.root / labelled.val.source.paths[3]).write_bytes(b"broken")
-    scores = knn.score(random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False)
+    labeled = open_labeled(colored(tmp_path))
+    (labeled.val.source.root / labeled.val.source.paths[3]).write_bytes(b"broken")
+    scores = knn.score(random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False)
     assert scores["num_val"] == 39
     assert scores["knn_top1"] == 100
 
@@ -124,14 +124,14 @@ def test_the_public_call(images: Path, tmp_path: Path) -> None:
 
 
 def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     for path in sorted((data / "val" / "c0").iterdir())[:5]:
         path.rename(data / "val" / "c1" / f"was_blue_{path.name}")
-    labelled = open_labeled(data)
+    labeled = open_labeled(data)
     found = knn.score(
-        random_weights(), labelled, knn.Settings(), torch.device("cpu"), show=False, prefix=tmp_path / "v1.5"
+        random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False, prefix=tmp_path / "v1.5"
     )
-    blue, red = (int((labelled.val.labels == label).sum()) for label in (0, 1))
+    blue, red = (int((labeled.val.labels == label).sum()) for label in (0, 1))
     assert found["confusion"] == [[blue, 0], [5, red - 5]]
     assert found["per_class"] == {"c0": 100, "c1": pytest.approx(100 * (red - 5) / red)}
     assert found["knn_mean_class"] == pytest.approx((100 + found["per_class"]["c1"]) / 2)
@@ -191,7 +191,7 @@ def test_features_of_length_one(features: str) -> None:
 
 
 def test_a_test_split_is_not_taken_for_a_class(tmp_path: Path) -> None:
-    data = coloured(tmp_path / "data")
+    data = colored(tmp_path / "data")
     (data / "val").rename(data / "test")
     with pytest.raises(UserError, match=r"has train/ with folders in it and no val/; call the other split val/"):
         open_labeled(data)

@@ -19,7 +19,7 @@ from adclr.evals import linear
 from adclr.evals.crops import ASPECT, Crops, fit_batch_size
 from adclr.evals.task import crop_size
 from adclr.model.vit import VisionTransformer
-from plain_images import coloured, weights
+from plain_images import colored, weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +56,7 @@ def test_a_grid_is_torchs_sgd_of_each_rate() -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_rates_together_score_what_they_score_alone(tmp_path: Path, quick: bool) -> None:
-    data, lrs = coloured(tmp_path, 40, 40, shuffled=True), (0.001, 0.1, 1.0)
+    data, lrs = colored(tmp_path, 40, 40, shuffled=True), (0.001, 0.1, 1.0)
     together = score(data, lrs=lrs, quick=quick, epochs=4)
     for lr in lrs:
         alone = score(data, lrs=lr, quick=quick, epochs=4)
@@ -69,16 +69,16 @@ def test_rates_together_score_what_they_score_alone(tmp_path: Path, quick: bool)
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Path, quick: bool) -> None:
-    found = score(coloured(tmp_path / "a"), quick=quick)
+    found = score(colored(tmp_path / "a"), quick=quick)
     assert found["linear_top1"] == found["linear_mean_class"] == 100
     assert found["per_class"] == {"c0": 100, "c1": 100, "c2": 100}
     assert found["confusion"] == [[8, 0, 0], [0, 8, 0], [0, 0, 8]]
-    chance = score(coloured(tmp_path / "b", 60, 60, shuffled=True), quick=quick, lrs=0.1)
+    chance = score(colored(tmp_path / "b", 60, 60, shuffled=True), quick=quick, lrs=0.1)
     assert 15 < chance["linear_top1"] < 55  # of three classes, 60 images: 33 ± 6
 
 
 def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = coloured(tmp_path, 40, 40, shuffled=True)
+    data = colored(tmp_path, 40, 40, shuffled=True)
     (data / "train" / "c0" / "broken.png").write_bytes(b"no image")
     plain = score(data, epochs=3)
     assert plain["num_unreadable"] == 1
@@ -126,11 +126,11 @@ def test_crops_are_torchvisions_of_the_same_boxes() -> None:
 
 
 def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path) -> None:
-    data = coloured(tmp_path, 12, 6, num_classes=2)
-    labelled = open_labeled(data)
-    last = [index for index, label in enumerate(labelled.train.labels) if label == 0][-1]  # the next is of class 1
-    (data / "train" / labelled.train.source.paths[last]).write_bytes(b"no image")
-    crops = Crops(weights(), labelled, linear.Settings(), CPU, 24, 12, 0.08)
+    data = colored(tmp_path, 12, 6, num_classes=2)
+    labeled = open_labeled(data)
+    last = [index for index, label in enumerate(labeled.train.labels) if label == 0][-1]  # the next is of class 1
+    (data / "train" / labeled.train.source.paths[last]).write_bytes(b"no image")
+    crops = Crops(weights(), labeled, linear.Settings(), CPU, 24, 12, 0.08)
     shown = crops.batches(0, 1, 12, lambda images, _: (images, None))
     (batch,) = list(shown)
     shown.close()
@@ -160,13 +160,13 @@ def unreadable(data: Path, split: str, name: str) -> None:
 
 
 def test_too_many_unreadable_images_are_refused(tmp_path: Path) -> None:
-    data = coloured(tmp_path, 30, 30)
+    data = colored(tmp_path, 30, 30)
     unreadable(data, "val", "c1")
     with pytest.raises(UserError, match=r"10 of 30 images of .*val cannot be read; mend them or raise max_unreadable"):
         score(data)
     with pytest.raises(UserError, match="no image of class c1"):
         score(data, max_unreadable=0.5)
-    mended = coloured(tmp_path, 30, 30)
+    mended = colored(tmp_path, 30, 30)
     unreadable(mended, "train", "c2")
     for quick in (True, False):
         with pytest.raises(UserError, match="mend them or raise max_unreadable"):
@@ -176,7 +176,7 @@ def test_too_many_unreadable_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_size_and_a_new_backbone(tmp_path: Path) -> None:
-    data = coloured(tmp_path)
+    data = colored(tmp_path)
     assert score(data, size=32, quick=True)["linear_top1"] == 100
     Image.new("RGB", (9, 2000)).save(data / "val" / "c0" / "long.png")
     assert score(data, epochs=1, quick=True)["num_val"] == 25

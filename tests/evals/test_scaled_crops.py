@@ -68,7 +68,7 @@ def test_a_crop_with_too_much_of_one_class_is_drawn_again() -> None:
     torch.testing.assert_close(found[0][0], torch.from_numpy(image[:3, 3:23, :20]).float() / 255)
 
 
-def test_colours_change_by_their_numbers_alone() -> None:
+def test_colors_change_by_their_numbers_alone() -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 5, 5)
     numbers = torch.zeros(4, NUM_COLOR_DRAWS)

@@ -29,7 +29,7 @@ from adclr.data.sets.classes import open_labeled
 from adclr.evals import NAMES, finetune, format_scores, import_evaluation, transfer
 from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system.runs import Run
-from plain_images import coloured, weights
+from plain_images import colored, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = {"linear.epochs": 6, "linear.quick": True, "finetune.epochs": 1, "finetune.batch_size": 8}
@@ -50,7 +50,7 @@ def backbone(tmp_path: Path) -> Path:
 def test_a_line_for_each_data_set_and_what_is_done_stays_done(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = [coloured(tmp_path / "a" / "set"), coloured(tmp_path / "b" / "set", 24, 12, num_classes=2)]
+    data = [colored(tmp_path / "a" / "set"), colored(tmp_path / "b" / "set", 24, 12, num_classes=2)]
     out = tmp_path / "out" / "both.json"
 
     def run(**changes: Any) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def test_a_line_for_each_data_set_and_what_is_done_stays_done(
 
 
 def test_names_of_data_sets_are_never_alike_and_never_paths(tmp_path: Path, backbone: Path) -> None:
-    few = coloured(tmp_path / "x" / "set", 12, 6, num_classes=2)
-    data = [few, coloured(tmp_path / "set-1", 24, 12), coloured(tmp_path / "a:b" / "set"), f"hf:{tmp_path}/y:z/of"]
+    few = colored(tmp_path / "x" / "set", 12, 6, num_classes=2)
+    data = [few, colored(tmp_path / "set-1", 24, 12), colored(tmp_path / "a:b" / "set"), f"hf:{tmp_path}/y:z/of"]
     assert len(set(transfer._names(tuple(map(str, data))))) == 4
     assert transfer._names((f"{tmp_path}/a:b/set", "cifar10:data", "hf:some/where")) == ["set", "cifar10", "where"]
     before = {*tmp_path.iterdir(), tmp_path / "out", tmp_path / "out.json"}
@@ -99,7 +99,7 @@ def test_names_of_data_sets_are_never_alike_and_never_paths(tmp_path: Path, back
 
 
 def test_all_is_looked_at_before_anything_is_trained(tmp_path: Path, backbone: Path) -> None:
-    data = [coloured(tmp_path / "a"), tmp_path / "nowhere"]
+    data = [colored(tmp_path / "a"), tmp_path / "nowhere"]
     with pytest.raises(UserError, match="nowhere does not exist"):
         package.evaluate("transfer", weights=backbone, data=data, out=tmp_path / "out.json", device="cpu")
     with pytest.raises(UserError, match="give --weights and --data"):
@@ -254,7 +254,7 @@ with distributed.session(torch.device("cpu")):
 
 def test_two_processes_score_what_one_does(tmp_path: Path, backbone: Path) -> None:
     """With drop path, mixing, RandAugment and an image that cannot be read."""
-    data = coloured(tmp_path / "data", 45, 41, shuffled=True)
+    data = colored(tmp_path / "data", 45, 41, shuffled=True)
     (data / "val" / "c0" / "broken.png").write_bytes(b"no image")
     (data / "train" / "c1" / "broken.png").write_bytes(b"no image")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -282,7 +282,7 @@ def tree(folder: Path) -> set[Path]:
 def test_bad_data_is_one_sentence_and_nothing_is_written(
     tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, single = coloured(tmp_path / "data"), coloured(tmp_path / "single", 8, 4, num_classes=1)
+    data, single = colored(tmp_path / "data"), colored(tmp_path / "single", 8, 4, num_classes=1)
 
     def refused(message: str, *arguments: object) -> None:
         before = tree(tmp_path)

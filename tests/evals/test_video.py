@@ -153,7 +153,7 @@ def test_ideal_features_hand_a_moving_shape_on_to_the_end() -> None:
 
 
 def test_moving_shapes_score_90_with_a_new_backbone(tmp_path: Path) -> None:
-    """Colours come through a random network well enough to follow a red disc and a green square."""
+    """Colors come through a random network well enough to follow a red disc and a green square."""
     clips = davis.open_davis(drawn(tmp_path))
     found = video.score(backbone(48, 2, 4, 96), clips, Settings(size=96, num_workers=2), CPU, tmp_path / "out")
     assert found["video_j_and_f"] >= 90

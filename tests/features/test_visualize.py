@@ -227,7 +227,7 @@ def test_what_is_flat_looks_flat_and_what_peaks_does_not() -> None:
     assert np.ptp(peaked.astype(int), axis=(0, 1)).max() > 100
 
 
-def test_the_colours_rise_in_brightness() -> None:
+def test_the_colors_rise_in_brightness() -> None:
     """So that they read in gray and for every kind of color-blindness."""
     colors = drawing.viridis(np.linspace(0, 1, 50, dtype=np.float32)).astype(float)
     brightness = colors @ [0.299, 0.587, 0.114]

@@ -74,7 +74,7 @@ def test_views_are_those_of_the_cpu() -> None:
     for a, b in ((cpu.global_crops, gpu.global_crops), (cpu.local_crops, gpu.local_crops), (cpu.queries, gpu.queries)):
         difference = (a - b.cpu()).abs()
         assert difference.mean() < 5e-4  # 2e-4 in Triton's interpreter: pixels on their way are float16; 0.01 of 255
-        assert (difference > 0.05).float().mean() < 1e-3  # a pixel at the threshold of solarising, or of no hue
+        assert (difference > 0.05).float().mean() < 1e-3  # a pixel at the threshold of solarizing, or of no hue
     assert cpu.masks is not None
     assert gpu.masks is not None
     assert torch.equal(cpu.masks.grid, gpu.masks.grid.cpu())

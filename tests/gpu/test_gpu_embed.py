@@ -52,7 +52,7 @@ def photos(tmp_path: Path) -> Path:
         height, width = [(300, 400), (400, 300), (224, 224), (90, 700)][number % 4]
         image = Image.fromarray(picture(height, width, number).transpose(1, 2, 0))
         name = f"{number:02d}.{'png' if number % 5 == 0 else 'jpg'}"
-        # colours at full resolution, of which the two decoders make the same pixels but for rounding
+        # colors at full resolution, of which the two decoders make the same pixels but for rounding
         image.save(tmp_path / "photos" / name, **({} if name.endswith("png") else {"quality": 95, "subsampling": 0}))
     (tmp_path / "photos" / "17.jpg").write_bytes(b"broken")
     return tmp_path / "photos"

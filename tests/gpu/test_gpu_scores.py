@@ -19,7 +19,7 @@ from adclr.evals.randaugment import randaugment
 from adclr.evals.trainer import Trainer
 from adclr.model.vit import VisionTransformer
 from on_gpu import CUDA, images_of
-from plain_images import coloured, weights
+from plain_images import colored, weights
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_augmentation_is_the_cpus() -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_probe_learns(tmp_path: Path, quick: bool) -> None:
-    data = open_labeled(coloured(tmp_path, 96, 48))
+    data = open_labeled(colored(tmp_path, 96, 48))
     made = weights(64, patch=8, size=48)
     made.vit.to(CUDA)
     found = linear.score(made, data, linear.Settings(epochs=10, batch_size=32, quick=quick), CUDA)
@@ -64,7 +64,7 @@ class Stopped(BaseException):
 def test_fine_tuning_is_compiled_learns_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = open_labeled(coloured(tmp_path / "data", 96, 48))
+    data = open_labeled(colored(tmp_path / "data", 96, 48))
     settings = finetune.Settings(epochs=12, batch_size=32, lr=0.01, layer_decay=1.0, ema=0.5, checkpoint_minutes=1e-9)
 
     def run(place: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_patches_are_matched_to_their_places() -> None:
 
 
 def test_views_are_cut_where_the_boxes_say() -> None:
-    """An image whose colours are its places shows in each view the places that `place` gives."""
+    """An image whose colors are its places shows in each view the places that `place` gives."""
     down, across = matching._middles((60, 60), CPU)
     image = torch.stack([across, down, across]).expand(8, 3, 60, 60)
     for boxes in matching.draw_views(Draws(0, 0, torch.arange(8).numpy().astype("uint64")), CPU):

@@ -19,7 +19,7 @@ from adclr.study.runner import Workspace, build_job
 from adclr.study.study_file import Cell, Study, read_study
 from adclr.study.worker import run_job
 from adclr.weights.backbone import architecture, save_backbone
-from plain_images import coloured
+from plain_images import colored
 from studied import KNN, store_results, study
 from tiny import TINY, tiny
 
@@ -135,7 +135,7 @@ def test_only_scores_are_made_again_where_only_their_data_is_other(
 
 def test_transfer_scores_a_replaced_image_again(tmp_path: Path) -> None:
     save_backbone(tmp_path / "w", architecture(tiny()).build().state_dict(), tiny())
-    data, out = coloured(tmp_path / "data", 24, 12), tmp_path / "t.json"
+    data, out = colored(tmp_path / "data", 24, 12), tmp_path / "t.json"
     settings = {"weights": tmp_path / "w", "data": [data], "out": out, "device": "cpu", "linear.quick": True}
     package.evaluate("transfer", **settings)
     (part,) = (tmp_path / "t").glob("*.json")
