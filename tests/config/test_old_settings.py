@@ -30,7 +30,6 @@ CONSTANTS: dict[str, Any] = {
     "method.student_temperature": 0.1,
     "train.max_void_steps": 50,
     "probe.images_at_once": 256,
-    "probe.k": 20,
     "probe.pixels_size": None,
     "probe.memory_size": 102_400,
 }

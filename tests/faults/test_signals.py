@@ -123,7 +123,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(images: Path, tmp_path: Pa
 
 def test_a_probe_is_cut_short_and_taken_when_the_run_goes_on(images: Path, tmp_path: Path) -> None:
     out, flag = tmp_path / "run", tmp_path / "probing"
-    changes = {"probe__data": str(images), "every_epochs": 1}
+    changes = {"probe__data": str(images), "every_epochs": 1, "k": 5}
     named = TINY | {name.replace("__", "."): value for name, value in changes.items()}
     process = lives.start(images / "train", out, before=LONG_PROBE.format(flag=flag), **changes)
     lives.until(flag.exists, process)

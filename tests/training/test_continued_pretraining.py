@@ -138,7 +138,7 @@ def test_a_resumed_run_needs_no_weights_and_ends_the_same(
 ) -> None:
     own = tmp_path / "weights"
     shutil.copytree(weights.parent, own)
-    settings = {"freeze_backbone_epochs": 1, "probe.data": str(images), "every_epochs": 1, "masked_weight": 1.0}
+    settings = {"freeze_backbone_epochs": 1, "probe.data": str(images), "every_epochs": 1, "masked_weight": 1.0, "k": 3}
     pretrain(images, tmp_path / "whole", own, **settings)
     step = Journal.step
 

@@ -83,7 +83,7 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path,
 
 
 def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
-    run = pretrain(images / "train", tmp_path / "run", probe__data=str(images), every_epochs=1)
+    run = pretrain(images / "train", tmp_path / "run", probe__data=str(images), every_epochs=1, k=5)
     assert run.finished
     settings = run.settings()
     assert settings is not None
@@ -402,7 +402,7 @@ def test_images_of_other_channels_train_and_score(tmp_path: Path, channels: int)
         file.parent.mkdir(parents=True, exist_ok=True)
         tifffile.imwrite(file, bands if channels > 1 else bands[0], photometric="minisblack")
     changes = {"model.num_channels": channels, "max_value": 4095, "mean": [0.5] * channels, "std": [0.25] * channels}
-    run = pretrain(tmp_path / "data", tmp_path / "run", recipe="adclr_small", labels=True, **changes)
+    run = pretrain(tmp_path / "data", tmp_path / "run", recipe="adclr_small", labels=True, k=5, **changes)
     vit = package.load(run.path)
     assert vit.patch_embed.proj.weight.shape[1] == channels
     assert json.loads((run.path / "results.json").read_text())["unreadable_images"] == 0

@@ -121,12 +121,12 @@ def test_drop_path_starts_anew_for_every_step_and_micro_batch(
 
 def test_the_probe_scores_the_teacher(images: Path, tmp_path: Path) -> None:
     """A teacher that stands still scores the same before and after, and as the exported weights do."""
-    still = {"momentum": 1.0, "momentum_end": 1.0, "lr": 1.0, "probe.data": str(images)}
+    still = {"momentum": 1.0, "momentum_end": 1.0, "lr": 1.0, "probe.data": str(images), "k": 5}
     run = package.pretrain(images / "train", out=tmp_path / "run", **(TINY | still))
     first, last = (row["knn_top1"] for row in run.rows("metrics.jsonl") if "knn_top1" in row)
     assert first == last
     scores = package.evaluate("knn", weights=run.path, data=images, k=[5])
-    assert scores["knn_top1"] == last
+    assert scores["knn_top1_k5"] == last
     student = load_file(run.checkpoints / "latest" / "student.safetensors")
     teacher = load_file(run.checkpoints / "latest" / "teacher.safetensors")
     assert not np.allclose(student["backbone.norm.weight"], teacher["backbone.norm.weight"])

@@ -280,8 +280,7 @@ class Probe(Section):
         free=["resume"],
     )
     every_epochs: Count = setting(10, "epochs between probes; the start and the end always", free=["resume"])
-    # neighbors; DINO's and iBOT's best on ImageNet, so that scores of different runs can be compared
-    k: ClassVar[int] = 20
+    k: Count = runtime(20, "neighbors")
     # images that go through the network together; without gradients, this takes less memory than a training step
     images_at_once: ClassVar[int] = 256
     pixels: str | None = setting(None, "labeled pixels (see evaluate incontext) for in-context mIoU", free=["resume"])

@@ -141,7 +141,7 @@ def _first_probe(name: str, settings: Any, headline: str) -> _Control | None:
     probe = trained.probe
     if name == "knn":
         data = probe.data or (trained.data.path if trained.data.labels else None)
-        same = True  # knn_top1 has one k, whatever other `k` the evaluation reports
+        same = probe.k == 20  # that of knn_top1, whatever other `k` the evaluation reports
         default_keys = {"features", "temperature"}
     else:
         data = probe.pixels

@@ -61,7 +61,7 @@ class Probe:
         images: Images,
         device: torch.device,
     ) -> None:
-        self.run, self.images, self.device = run, images, device
+        self.run, self.images, self.device, self.k = run, images, device, settings.probe.k
         self.total_steps, self.teacher = schedules.total_steps, teacher
         self.every = settings.probe.every_epochs * schedules.steps_per_epoch
         common: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Probe:
             "num_workers": settings.data.num_workers or None,
         }
         # an unreadable image of the probe does not end a run
-        self.knn = knn.Settings(k=(settings.probe.k,), max_unreadable=1.0, **common)
+        self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
         self.matching = matching.Settings(**common)
         self.dense = incontext.Settings(
             size=settings.views.global_size,
@@ -103,7 +103,7 @@ class Probe:
         scores, images = {}, self.images
         if images.labeled is not None:
             accuracy = knn.score(teacher, images.labeled, self.knn, self.device, show=False)
-            scores["knn_top1"] = accuracy["knn_top1"]
+            scores["knn_top1"] = accuracy[f"knn_top1_k{min(self.k, int(accuracy['num_train']))}"]
         if images.held_out is not None:
             matched = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
             scores |= {HELD_OUT.get(name, name): matched[name] for name in (*matching.SCORES, "num_images")}
