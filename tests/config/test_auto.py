@@ -22,31 +22,31 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("images", "side", "memory", "recipe", "expected"),
     [
-        (1_300_000, 400, 140 * GIB, "adclr_vitb16", {}),
-        (1_300_000, 400, 24 * GIB, "adclr_vits16", {}),
+        (1_300_000, 400, 140 * GIB, "adclr_plus_vitb16", {}),
+        (1_300_000, 400, 24 * GIB, "adclr_plus_vits16", {}),
         (1_300_000, 400, None, "adclr_cpu", {"train.epochs": 20}),
         (400, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 120}),
         (3_000, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 100}),
         (9_469, 90, None, "adclr_cpu", {"views.global_size": 64, "views.local_size": 32, "model.patch_size": 8}),
-        (200_000, 400, 140 * GIB, "adclr_vits16", {}),
+        (200_000, 400, 140 * GIB, "adclr_plus_vits16", {}),
         (
             9_469,
             224,
             140 * GIB,
-            "adclr_small",
+            "adclr_plus_small",
             {"views.global_size": 224, "model.patch_size": 16, "train.batch_size": 64},
         ),
-        (60_000, 32, 24 * GIB, "adclr_small", {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 4}),
+        (60_000, 32, 24 * GIB, "adclr_plus_small", {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 4}),
         (
             500_000,
             96,
             24 * GIB,
-            "adclr_small",
+            "adclr_plus_small",
             {"views.global_size": 96, "views.local_size": 48, "model.patch_size": 8},
         ),
         (20, 300, None, "adclr_cpu", {"train.batch_size": 2}),
         (1, 17, None, "adclr_cpu", {"train.batch_size": 1, "views.global_size": 16, "views.local_size": 8}),
-        (1, 17, 24 * GIB, "adclr_small", {"train.batch_size": 1, "views.global_size": 16}),
+        (1, 17, 24 * GIB, "adclr_plus_small", {"train.batch_size": 1, "views.global_size": 16}),
     ],
 )
 def test_choices_fit_the_collection_and_can_be_built(

@@ -331,10 +331,10 @@ def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_without_a_recipe_one_is_chosen_as_pretrain_would(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planning.plan_run(str(images / "train"), gpu=H200)
-    assert plan["recipe"] == "auto: adclr_small"
+    assert plan["recipe"] == "auto: adclr_plus_small"
     assert "24 pixels are small images" in capsys.readouterr().out
     plan = planning.plan_run(None, images=2_000_000, gpu=H200)
-    assert plan["recipe"] == "auto: adclr_vitb16"
+    assert plan["recipe"] == "auto: adclr_plus_vitb16"
     assert "taken to be of 256 pixels" in capsys.readouterr().out
 
 

@@ -48,9 +48,10 @@ HEALTH = {
     "deviation_queries": Metric("Standard deviation of queries", "of features of length 1", floor=0),
     "query_image_gap": Metric(
         "Query loss in another image, nats",
-        "minus that in its own image; near 0 the query's own pixels solve it",
+        "minus that in its own image; near 0 with sharp targets, the query's own pixels solve it",
         floor=0,
     ),
+    "query_loss_of_log_k": Metric("Query loss in its own image / ln K", "of the teacher, in two views", floor=0),
     "queries_in_cls": Metric(
         "Share of [CLS] that follow the queries", "and not their image", Band(0, health.MAX_QUERIES_IN_CLS), floor=0
     ),
@@ -64,6 +65,7 @@ SCHEDULES = {
     "weight_decay": Metric("Weight decay", "", floor=0),
     "momentum": Metric("Teacher momentum", ""),
     "teacher_temperature": Metric("Teacher temperature", ""),
+    "query_temperature": Metric("Teacher temperature for queries", ""),
     "voided_steps": Metric(
         "Void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
     ),
@@ -125,7 +127,7 @@ def describe_status(record: RunRecord) -> list[Statement]:
 
 
 def _describe_health(rows: Sequence[health.Measures]) -> list[Statement]:
-    """Return whether it collapses; by fewer measures than a warning needs, with their number."""
+    """Return whether it collapses, by fewer measures than a warning needs with their number, and the query shortcut."""
     count = len(rows)
     if count < 2:
         return []
@@ -135,7 +137,11 @@ def _describe_health(rows: Sequence[health.Measures]) -> list[Statement]:
         basis = "" if certain else f", by {count} measures only"
         return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
     text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
-    return [Statement(True, f"{text}: the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats.")]
+    statements = [Statement(True, f"{text}: the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats.")]
+    shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))
+    if shortcut is not None:
+        statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))
+    return statements
 
 
 def _describe_scores(record: RunRecord) -> list[Statement]:

@@ -69,7 +69,7 @@ class Journal:
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
         self.health_rows = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
         self.health_step: int | None = None  # of the last of them
-        self.finding: str | None = None  # the last that was printed
+        self.findings: set[str] = set()  # names of the last ones, which were printed
         self.health_text = ""
         self.warned_of_disk = False  # that lines are held back
         self.num_voided = sum(1 for _ in run.rows("voided.jsonl"))
@@ -191,13 +191,14 @@ class Journal:
             measures = measure()
         self.health_rows.append(measures)
         self.health_step = done
-        finding = health.diagnose(self.health_rows)
+        collapse, shortcut = health.diagnose(self.health_rows), health.diagnose_shortcut(self.health_rows)
+        findings = [finding for finding in (collapse, shortcut) if finding is not None]
         self.health_text = f", kl {measures['target_kl']:.2g}, rank {measures['rank_cls']:.1f}"
-        if finding is not None:
+        for finding in findings:
             self.health_text += f", {finding.name}"
-            if finding.name != self.finding:
+            if finding.name not in self.findings:
                 self.say(f"step {done}: {finding.name}: {finding.words}")
-        self.finding = None if finding is None else finding.name
+        self.findings = {finding.name for finding in findings}
         of_uniform = None if loss is None else loss / math.log(self.settings.method.num_prototypes)
         return measures | {"loss_of_log_k": of_uniform}
 
