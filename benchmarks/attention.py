@@ -4,10 +4,10 @@
 
 A table of the step's two shapes, the global views' and the local ones', and of both together: flash, cuDNN,
 memory-efficient, FlexAttention and ours. One GPU, captured as a CUDA graph, so that it is the device's time. PyTorch's
-kernels are timed with what they need around them, as in `attention.plain`: qkv in heads, and the gradient put together
-again. Every line is first checked on the last sequences against float64; what fails has a line that says why, and no
-figure in the table. `--tune` first tries other sizes of our tiles. `--tiny` tries the script itself on a CPU. Compare
-figures of one run only.
+kernels are timed with what they need around them, as in `dispatch.attend_plain`: qkv in heads, and the gradient put
+together again. Every line is first checked on the last sequences against float64; what fails has a line that says why,
+and no figure in the table. `--tune` first tries other sizes of our tiles. `--tiny` tries the script itself on a CPU.
+Compare figures of one run only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adclr.model.ops import attention
+from adclr.model.ops import attention, dispatch
 from adclr.model.ops.attention import Config, Group
 from adclr.training.cuda_graph import record_graph
 
@@ -121,7 +121,7 @@ def errors(attend: Attend, qkv: Tensor, grad: Tensor, groups: list[Group], heads
         row += group.sequences * group.tokens
         rows = slice(row - last.sequences * last.tokens, row)
         exact = qkv.detach()[rows].double().requires_grad_()
-        true_out, true_back = both(attention.plain, exact, grad[rows].double(), [last], heads)
+        true_out, true_back = both(dispatch.attend_plain, exact, grad[rows].double(), [last], heads)
         worst = max(worst[0], error(out[rows], true_out)), max(worst[1], error(back[rows], true_back))
     return worst
 
@@ -180,7 +180,7 @@ def label(config: Config) -> str:
 def with_backend(backend: SDPBackend) -> Attend:
     def attend(qkv: Tensor, groups: list[Group], heads: int) -> Tensor:
         with sdpa_kernel(backend):
-            return attention.plain(qkv, groups, heads)
+            return dispatch.attend_plain(qkv, groups, heads)
 
     return attend
 

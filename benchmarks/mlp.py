@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr.model.ops import mlp
+from adclr.model.ops import dispatch, mlp
 from adclr.model.ops.mlp import BackwardConfig, ForwardConfig
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -106,7 +106,7 @@ def case_of(rows: int, dim: int, device: torch.device, dtype: torch.dtype) -> Ca
     w1, w2 = some(4 * dim, dim, scale=dim**-0.5), some(dim, 4 * dim, scale=0.5 * dim**-0.5)
     inputs = [y, w1, some(4 * dim), w2, some(dim)]
     exact = [x.to(dtype).double().requires_grad_() for x in inputs]  # as the products see it
-    return Case([x.requires_grad_() for x in inputs], grad, both(mlp.plain, exact, grad.double()))
+    return Case([x.requires_grad_() for x in inputs], grad, both(dispatch.mlp_plain, exact, grad.double()))
 
 
 def measure(name: str, function: Mlp, case: Case, alone: bool = True) -> None:
@@ -141,7 +141,9 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 def again(*inputs: Tensor) -> Tensor:
     """GELU made again in backward, as in `blocks.run_selectively_checkpointed`."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    found: Tensor = checkpoint(mlp.plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    found: Tensor = checkpoint(
+        dispatch.mlp_plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
     return found
 
 
@@ -233,13 +235,13 @@ def main() -> None:
         sums(case)
         tune(case, min(until, time.perf_counter() + 0.3 * args.seconds))
         measure("ours, the fastest of the above", mlp.fused, case)
-        for name, function in (("plain, compiled", mlp.plain), ("plain, compiled, GELU made again", again)):
+        for name, function in (("plain, compiled", dispatch.mlp_plain), ("plain, compiled, GELU made again", again)):
             if time.perf_counter() > until:
                 print(f"  no time for: {name}")
                 continue
             torch._dynamo.reset()
             compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
-            measure(name, compiled, case, alone=function is mlp.plain)
+            measure(name, compiled, case, alone=function is dispatch.mlp_plain)
         del case
     print(f"\n{time.perf_counter() - started:.0f} seconds")
 

@@ -23,17 +23,6 @@ class Values:
     freeze_backbone: bool = False  # and the teacher's with it
     query_temperature: float | None = None  # the teacher's for queries; None: the same
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The values that a device takes as numbers: all but those that decide what is computed."""
-        query_temperature = self.teacher_temperature if self.query_temperature is None else self.query_temperature
-        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature, query_temperature
-
-    @property
-    def frozen(self) -> tuple[bool, bool]:
-        """Whether the head's last layer and the backbone are frozen, which decides what is computed."""
-        return self.freeze_last_layer, self.freeze_backbone
-
 
 @dataclass(frozen=True)
 class Schedules:
