@@ -65,7 +65,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Return AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
 
     The fused kernel is used on every device because it alone takes the flag that voids a step on the device. Decay is
-    done by `update`, which can take its value from the device.
+    done by `optimizer_step`, which can take its value from the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
