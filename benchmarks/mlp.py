@@ -21,6 +21,7 @@ if "--tiny" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from graph_time import milliseconds
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -47,27 +48,6 @@ BACKWARDS = [
     BackwardConfig(4, 256, 256, 4),
     BackwardConfig(2, 512, 128, 4),
 ]
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median of many."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - started)
-    from triton.testing import do_bench
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return float(do_bench(graph.replay, warmup=10, rep=50, return_mode="median"))
 
 
 def attempt(name: str, work: Callable[[], str]) -> None:

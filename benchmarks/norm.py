@@ -21,6 +21,7 @@ if "--tiny" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from graph_time import milliseconds
 from torch import Tensor
 
 from adclr.model.ops import dispatch, norm
@@ -131,27 +132,6 @@ def errors(add_norm: AddNorm, given: Case, true: list[Tensor]) -> list[float]:
     return [float((mine.double() - one).norm() / one.norm()) for mine, one in zip(found, true[1:], strict=True)]
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median of many."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - started)
-    from triton.testing import do_bench
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return float(do_bench(graph.replay, warmup=10, rep=40, return_mode="median"))
-
-
 class Line(NamedTuple):
     forward: float
     total: float
@@ -169,7 +149,7 @@ def measure(name: str, add_norm: AddNorm, given: Case, true: list[Tensor]) -> Li
         if not max(wrong) < 1e-2:
             print(f"  {name:<44} WRONG: errors {' '.join(f'{one:.0e}' for one in wrong)}", flush=True)
             return None
-        line = Line(milliseconds(forward), milliseconds(lambda: both(add_norm, given)))
+        line = Line(milliseconds(forward, rep=40), milliseconds(lambda: both(add_norm, given), rep=40))
     except Exception as problem:  # one that does not compile or launch must not stop the others
         print(f"  {name:<44} {type(problem).__name__}: {' '.join(str(problem).split())[:110]}", flush=True)
         return None
