@@ -31,7 +31,7 @@ from adclr.model.blocks import (
     split_groups,
 )
 from adclr.model.ops.attention import Group
-from adclr.model.ops.norm import norm
+from adclr.model.ops.dispatch import norm
 
 # All bicubic: with antialiasing, without, or without and for a grid larger by OFFSET patches, as in DINO's code.
 PositionResampling = Literal["antialias", "plain", "offset"]

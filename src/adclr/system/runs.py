@@ -25,6 +25,7 @@ import adclr
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.system import files
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
 
 STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
@@ -60,18 +61,8 @@ class Run:
 
     @contextmanager
     def lock(self, note: str = "") -> Iterator[None]:
-        """Refuse if another process has the run; the lock ends with its process, also if that is killed.
-
-        `note` is written into the lock file if that is new.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "ab", opener=open_no_follow) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
-            except OSError:
-                pass  # a file system without locks
+        """Refuse if another process has the run; `note` is written into the lock file if that is new."""
+        with files.lock(self.path, "training in") as file:
             if note and not file.tell():
                 file.write(f"{note}\n".encode())
                 file.flush()

@@ -62,24 +62,24 @@ class Step:
             (batch,) = views
             graph = self._graph(batch, values)
             if graph is not None:
-                losses, ok = graph(batch, values.numbers)
+                losses, ok = graph(batch, _numbers(values))
                 return losses, ok
             views = [batch]
         if self.device.type != "cuda":
-            return self._run(views, values.numbers, values.frozen)
+            return self._run(views, _numbers(values), _frozen(values))
         # unrecorded too, a GPU takes the values as float32 tensors, so that both ways round alike: to the bit
-        return self._run(views, send(np.array(values.numbers, np.float32), self.device), values.frozen)
+        return self._run(views, send(np.array(_numbers(values), np.float32), self.device), _frozen(values))
 
     def _graph(self, views: Views, values: schedules.Values) -> RecordedStep | None:
         """Return the graph for such views, recorded on first use; None if recording fails, which ends recording."""
-        frozen = values.frozen
+        frozen = _frozen(values)
         kind = *frozen, views.masks and len(views.masks.index)
         if kind not in self.graphs:
             self.graphs.clear()  # first, since each holds the memory of a step
             # a temperature that is not a number makes a loss that is not, and such a step changes nothing
             void = schedules.Values(0.0, 0.0, 1.0, float("nan"), *frozen)
             try:
-                self.graphs[kind] = RecordedStep(lambda v, n: self._run([v], n, frozen), views, void.numbers)
+                self.graphs[kind] = RecordedStep(lambda v, n: self._run([v], n, frozen), views, _numbers(void))
             except (torch.OutOfMemoryError, UserError):
                 raise
             except Exception as error:  # before anything was recorded
@@ -93,7 +93,7 @@ class Step:
     def _run(
         self, views: Iterable[Views], numbers: tuple[float, ...] | Tensor, frozen: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        """Take the step, kernel by kernel; `numbers` are `Values.numbers`, on a GPU as a tensor."""
+        """Take the step, kernel by kernel; `numbers` are those of `_numbers`, on a GPU as a tensor."""
         lr, weight_decay, momentum, temperature, query_temperature = numbers
         losses = self.accumulate_gradients(views, temperature, query_temperature)
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
@@ -125,6 +125,18 @@ class Step:
                 (losses.total / self.accumulate).backward()
             sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums
+
+
+def _numbers(values: schedules.Values) -> tuple[float, ...]:
+    """Return the values that a device takes as numbers: all but those that decide what is computed."""
+    temperature, query_temperature = values.teacher_temperature, values.query_temperature
+    query_temperature = temperature if query_temperature is None else query_temperature
+    return values.lr, values.weight_decay, values.momentum, temperature, query_temperature
+
+
+def _frozen(values: schedules.Values) -> tuple[bool, bool]:
+    """Return whether the head's last layer and the backbone are frozen, which decides what is computed."""
+    return values.freeze_last_layer, values.freeze_backbone
 
 
 def _data_parallel(method: ADCLR, settings: Settings) -> DistributedDataParallel:
