@@ -174,7 +174,7 @@ def _visualize(options: Namespace, values: dict[str, Any]) -> None:
 def _report(options: Namespace, _: dict[str, Any]) -> None:
     from adclr import report
 
-    print(f"written to {report.write_report(options.runs, _path(options.out), options.overwrite)}")
+    print(printable(f"written to {report.write_report(options.runs, _path(options.out), options.overwrite)}"))
 
 
 def _study(options: Namespace, values: dict[str, Any]) -> None:

@@ -58,7 +58,9 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
         schedule, reason = _schedule(num_images, batch, epochs)
         settings |= schedule | {"method.teacher_temperature_warmup_epochs": epochs // 2}
         reasons.append(reason)
-    reasons.append("ADCLR+: on 9469 photographs its features were better than those of DINO and ADCLR (docs/results.md)")
+    reasons.append(
+        "ADCLR+: on 9469 photographs its features were better than those of DINO and ADCLR (docs/results.md)"
+    )
     reasons.append(f"the micro-batch will be fitted to the GPU's {memory / GIB:.0f} GiB")
     return Choice(recipe, settings, reasons)
 

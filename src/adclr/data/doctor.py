@@ -353,5 +353,6 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
     write_atomically(files[1], f"{text}\n\n{outputs.author_words('doctor')}\n".encode("utf-8", "backslashreplace"))
     if sheet is not None:
         write_atomically(files[2], outputs.encode_png(sheet, "doctor"))
-    print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
+    sheet_name = ", contact_sheet.png" if sheet is not None else ""
+    print(f"\nwritten to {printable(str(out))}: doctor.json, doctor.txt{sheet_name}")
     return report

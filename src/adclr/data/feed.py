@@ -216,7 +216,9 @@ class Feed:
     def _add_unreadable(self, index: int, reason: str) -> None:
         lost = self.source.lost(index)
         if lost is not None:  # its files are good, and would only be listed one after the other
-            raise UserError(f"{lost} has disappeared; bring it back and run the command again")
+            raise UserError(
+                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run the command again"
+            )
         self.unreadable.add(index)
         self.on_unreadable(self.source.paths[index], reason)
 

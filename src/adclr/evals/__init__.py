@@ -22,7 +22,7 @@ from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.text import as_utf8, printable_lines
+from adclr.system.text import as_utf8, printable, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix
 # the further files of each evaluation
@@ -108,7 +108,7 @@ def run_evaluation(
                 facts |= outputs.signature("evaluate")
                 write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})
             if out is not None and say:
-                print(f"written to {out}")
+                print(printable(f"written to {out}"))
         distributed.barrier()
     return scores
 

@@ -45,6 +45,7 @@ from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
+from adclr.system.text import printable
 from adclr.weights.backbone import Weights, load_weights
 
 # tokens that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
@@ -138,7 +139,7 @@ def embed_collection(
     parts = Parts(out, kind, len(source), size, facts, part_stamps, overwrite)
     about = parts.finished()
     if about is not None:
-        print(f"{out} is finished: {about['rows']} images")
+        print(printable(f"{out} is finished: {about['rows']} images"))
         return about
     if parts.renewed:
         changed = f"{len(parts.renewed)} of {len(part_stamps.newest)} parts of {out}"
@@ -159,8 +160,9 @@ def embed_collection(
         totals = {"dim": network.dim, "seconds": seconds, "images_per_second": rate if num_images else None}
         about = parts.finish(totals | {"source": images, "weights_from": weights, "provenance": provenance()})
     if about["unreadable"]:
-        print(f"{about['unreadable']} images could not be read and were left out: {parts.unreadable} lists them")
-    print(f"{about['rows']} images, {rate:.0f} a second: {out}")
+        left_out = f"{about['unreadable']} images could not be read and were left out"
+        print(printable(f"{left_out}: {parts.unreadable} lists them"))
+    print(printable(f"{about['rows']} images, {rate:.0f} a second: {out}"))
     return about
 
 

@@ -125,7 +125,9 @@ def _read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) 
     except (Unreadable, OSError) as error:
         lost = source.lost(index)
         if lost is not None:
-            raise UserError(f"{lost} has disappeared; bring it back and run it again") from None
+            raise UserError(
+                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run it again"
+            ) from None
         return error_reason(error)
     except Exception as error:
         raise_with_name(error, source, index)

@@ -20,7 +20,7 @@ MIN_KL_SHARE, MIN_KL = 0.02, 3e-4
 MIN_RANK_SHARE, MIN_RANK = 0.1, 1.2
 UNIFORM_ENTROPY = 0.8  # share of ln K above which targets that do not depend on the image are called uniform
 MAX_QUERIES_IN_CLS = 0.5  # share of images
-# The shortcut of queries: their loss is solved, as a share of ln K, and reading another image raises it by few nats only.
+# The shortcut of queries: their loss, as a share of ln K, is solved, and another image raises it by few nats only.
 # Published ADCLR ends at 0.01 and 0.008 on Imagenette, at 0.07 and 0.02 in tests; read-only queries at 0.2 and 4.
 SOLVED_QUERY_LOSS, MIN_QUERY_GAP = 0.2, 0.1
 SHARP_QUERY_TEMPERATURE = 0.08  # below it soft targets did not make up for the shortcut (docs/adclr_plus.md)

@@ -111,7 +111,7 @@ class Statement(NamedTuple):
 def describe_status(record: RunRecord) -> list[Statement]:
     """Return what the curves say about a run, in words."""
     statements = [Statement(False, text) for text in record.messages]
-    statements += _describe_health(record.health_rows)
+    statements += _describe_health(record.health_rows, ended=record.state in ("finished", "stopped"))
     statements += _describe_scores(record)
     waiting = record.overheads["waiting_for_images"]
     if record.seconds and waiting > WAITING_SHARE * record.seconds:
@@ -126,18 +126,23 @@ def describe_status(record: RunRecord) -> list[Statement]:
     return statements
 
 
-def _describe_health(rows: Sequence[health.Measures]) -> list[Statement]:
+def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[Statement]:
     """Return whether it collapses, by fewer measures than a warning needs with their number, and the query shortcut."""
     count = len(rows)
-    if count < 2:
+    if not count:
         return []
+    nats = f"the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats"
+    if count == 1:
+        if not ended:  # too early to say
+            return []
+        return [Statement(False, f"Health was measured once, which cannot show a collapse: {nats}.")]
     certain = count > health.MEASURES_IN_A_ROW
     finding = health.diagnose(rows, min(health.MEASURES_IN_A_ROW, count - 1))
     if finding is not None:
         basis = "" if certain else f", by {count} measures only"
         return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
     text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
-    statements = [Statement(True, f"{text}: the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats.")]
+    statements = [Statement(True, f"{text}: {nats}.")]
     shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))
     if shortcut is not None:
         statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))

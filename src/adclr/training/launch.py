@@ -20,6 +20,7 @@ from adclr.data.sources import Source
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
 from adclr.system.runs import Run
+from adclr.system.text import printable
 from adclr.training import loggers
 
 INDEX = "index.npz"  # in a run: the images of the collection, with their paths and labels
@@ -124,7 +125,7 @@ def _warn_of_damage(source: Source) -> None:
         return
     damaged = [(path, problem) for path, problem in source.listing.problems.items() if path in source.listing.facts]
     for shard, problem in damaged[:MAX_WARNINGS]:
-        print(f"shard {shard} is damaged: {problem}; these are used", file=sys.stderr)
+        print(printable(f"shard {shard} is damaged: {problem}; these are used"), file=sys.stderr)
     if len(damaged) > MAX_WARNINGS:
         print(f"and {len(damaged) - MAX_WARNINGS} more shards; adclr doctor lists them", file=sys.stderr)
 
@@ -170,6 +171,8 @@ def _shortened_epochs(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     """
     recipe, overrides = _with_defaults(base), _full_names(overrides)
     epochs, scaled = overrides.get("train.epochs", recipe["train.epochs"]), {}
+    if isinstance(epochs, int) and epochs < 1:  # which is refused by its own name, not by that of a warm-up
+        return {}
     for path, may_fill in IN_EPOCHS.items():
         length, reference = recipe[path], recipe["train.epochs"]
         if path == "optim.warmup_epochs" and path not in _full_names(base) and not _fits(length, reference, may_fill):

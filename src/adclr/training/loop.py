@@ -23,6 +23,7 @@ from adclr.system import distributed, machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.runs import Run
+from adclr.system.text import printable
 from adclr.training import checkpoint, continued_pretraining, journal, launch
 from adclr.training.checkpoint_writer import Writer
 from adclr.training.health_metrics import measure_health
@@ -51,7 +52,7 @@ def train(launched: Launch) -> Run:
     settings, run = launched.settings, launched.run
     if run.finished:
         launch.check_finished(launched)
-        print(f"{run.path} is finished: {run.path}/backbone.safetensors")
+        print(printable(f"{run.path} is finished: {run.path}/backbone.safetensors"))
         return run
     device = select_device(settings.train.device)
     images = open_images(settings)
@@ -190,8 +191,9 @@ def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
     if learned := summarize(metrics, finding and finding.name):
         print(learned)
     if unreadable:
-        print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
-    print(f"done: {run.path}/backbone.safetensors")
+        skipped = f"{len(unreadable)} images could not be read and were skipped"
+        print(printable(f"{skipped}: {run.path}/quarantine.jsonl lists them"))
+    print(printable(f"done: {run.path}/backbone.safetensors"))
 
 
 def _describe_size_that_fits(job: Job) -> str:

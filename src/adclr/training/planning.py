@@ -27,7 +27,7 @@ from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
 from adclr.system.progress import format_duration
 from adclr.system.runs import provenance
-from adclr.system.text import format_size, printable_lines
+from adclr.system.text import format_size, printable, printable_lines
 from adclr.training import launch, plan_cost
 from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
 
@@ -102,7 +102,7 @@ def plan_run(
     if file is not None:
         facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance() | outputs.signature("plan")}
         write_json(file, plan | {"reasons": reasons} | facts)
-        print(f"\nwritten to {file}")
+        print(f"\nwritten to {printable(str(file))}")
     return plan
 
 
@@ -356,4 +356,4 @@ def _describe_rates(time: Mapping[str, Any]) -> str:
     steps, views = time["steps_images_per_second"], time["views_images_per_second"]
     if views is None:
         return "the step alone, without probes"
-    return f"steps at {steps:.3g} images/s and their views at {views:.3g}, without probes"
+    return f"steps at {steps:.4g} images/s and their views at {views:.0f}, without probes"

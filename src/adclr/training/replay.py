@@ -29,6 +29,7 @@ from adclr.system import machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.progress import track
+from adclr.system.text import printable
 from adclr.training.job import Job, compile_method, load_job
 from adclr.training.launch import Launch
 from adclr.training.meter import LOSS_NAMES
@@ -59,7 +60,7 @@ def replay_step(launched: Launch, step: int) -> dict[str, Any]:
         result = _repeat_to(job, take_step, step) | _diagnose(job, step)
     file = launched.run.path / "replay" / f"step_{step}.json"
     write_json(file, result)
-    print(f"{_describe(result)}\nwritten to {file}")
+    print(f"{_describe(result)}\nwritten to {printable(str(file))}")
     return result
 
 

@@ -20,6 +20,7 @@ from adclr.model.vit import VisionTransformer
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, sync, write_json
 from adclr.system.runs import provenance
+from adclr.system.text import printable
 from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
 from adclr.weights.export import card, onnx
@@ -83,7 +84,7 @@ def export(
         raise
     for line in (*written.notes, *checks):
         print(line)
-    print(f"written to {out}: {', '.join(sorted([*files, RECORD]))}")
+    print(f"written to {printable(str(out))}: {', '.join(sorted([*files, RECORD]))}")
     return folder
 
 
