@@ -26,6 +26,7 @@ from adclr.config.parsing import Count, Device, Section, Side, UserError, settin
 from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Check
+from adclr.data.random_draws import key_of
 from adclr.data.sources import Source
 from adclr.features.embedding_files import Parts
 from adclr.features.embedding_resume import Format, PartStamps
@@ -166,7 +167,8 @@ def embed_collection(
 
 def _hash_order(source: Source) -> str:
     """Return a hash of the images in their order, since parts are runs of it."""
-    return blake2b(source.keys.tobytes(), digest_size=16).hexdigest()
+    names = np.fromiter(map(key_of, source.paths), np.uint64, len(source))
+    return blake2b(names.tobytes(), digest_size=16).hexdigest()
 
 
 class SizeFeatures(NamedTuple):
