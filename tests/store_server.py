@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 BUCKET = "pictures"
+# moto looks whether a request is signed, not how
+SIGNED = "AWS4-HMAC-SHA256 Credential=AKIA/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 ERRORS = {
     "500": ("500 Internal Server Error", "InternalError"),
     "503": ("503 Slow Down", "SlowDown"),
@@ -112,7 +114,7 @@ class Server:
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path, body)
+        connection.request(method, path, body, {"Authorization": SIGNED, "x-amz-acl": "public-read"})
         answer = connection.getresponse()
         content = answer.read()
         connection.close()

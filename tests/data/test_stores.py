@@ -94,3 +94,150 @@ def test_faults_of_the_store_change_no_weight(
     assert all(counts.get(kind) for kind in ("500", "503", "truncate", "reset")), counts
     assert (run.path / "backbone.safetensors").read_bytes() == expected
     assert not (run.path / "quarantine.jsonl").exists()
+
+
+def write_parquet(folder: ImageFolder, path: Path, indices: range, **options: object) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"bytes": folder.read(i), "path": folder.paths[i]} for i in indices]
+    table = pa.table({"image": rows, "label": [folder.label(i) for i in indices]})
+    parquet.write_table(table, path, **options)
+
+
+@pytest.mark.parametrize("kind", ["shards", "pattern", "list", "parquet", "arrow", "local shards", "local parquet"])
+def test_every_format_gives_the_weights_of_the_folder(
+    server: Server, folder: ImageFolder, url: str, expected: bytes, tmp_path: Path, kind: str
+) -> None:
+    made = tmp_path / "made"
+    if "shards" in kind or kind == "pattern":
+        write_shards(folder, made)
+    elif "list" in kind:
+        made.mkdir()
+        (made / "all.txt").write_text("\n".join(folder.paths[::-1]))  # its order does not count
+    else:
+        made.mkdir()
+        for number in range(3):
+            rows = range(number, len(folder), 3)
+            write_parquet(folder, made / f"{number}.parquet", rows, row_group_size=4)
+    if kind == "arrow":
+        import pyarrow as pa
+        from pyarrow import feather, ipc, parquet
+
+        for number in range(3):  # one of them a stream, as `datasets` writes them
+            table = parquet.read_table(made / f"{number}.parquet")
+            (made / f"{number}.parquet").unlink()
+            if number:
+                feather.write_feather(table, made / f"{number}.arrow", compression="uncompressed", chunksize=5)
+            else:
+                with pa.OSFile(str(made / "0.arrow"), "wb") as file, ipc.new_stream(file, table.schema) as stream:
+                    stream.write_table(table)
+    data: str | Path = made
+    if "local" not in kind and kind != "arrow":
+        prefix = "train" if kind == "list" else f"formats-{kind}"
+        server.put_folder(made, prefix)
+        data = f"s3://pictures/{prefix}" + {"list": "/all.txt", "pattern": "/part-{0..2}.tar"}.get(kind, "")
+    source = open_source(data)
+    assert len(source) == len(folder)
+    index = source.keys.tolist().index(int(folder.keys[7]))
+    assert source.read(index) == folder.read(7)
+    assert source.label(index) == folder.label(7)
+    with server.faults(rate=0.2, kinds=["500", "truncate", "reset"], seed=2):
+        run = package.pretrain(data, out=tmp_path / "run", **TRAINED)
+    assert (run.path / "backbone.safetensors").read_bytes() == expected
+
+
+def test_a_store_that_is_down_is_named_and_no_image_is_blamed(
+    server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends, keeps its checkpoint, and the same command goes on to the same weights as without the outage."""
+    monkeypatch.setenv("ADCLR_LOCAL_CACHE_GIB", "0")
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.5)
+    settings = TRAINED | {"cache": "off", "checkpoint_every_steps": 1, "epochs": 3}
+    whole = package.pretrain(url, out=tmp_path / "whole", **settings)
+    read, count = stores.read, [0]
+
+    def read_and_fail(*arguments: object) -> bytes:
+        count[0] += 1
+        if count[0] == 60:
+            server.request("PUT", "/_faults", b'{"rate": 1, "kinds": ["reset"]}')
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stores, "read", read_and_fail)
+    with server.faults(), pytest.raises(UserError, match=r"^s3://pictures/train/.* cannot be reached \(.*tries\); see"):
+        package.pretrain(url, out=tmp_path / "run", **settings)
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+    monkeypatch.setattr(stores, "_down", {})
+    run = package.pretrain(None, out=tmp_path / "run")
+    assert run.starts()[-1]["from_step"] > 0
+    assert (run.path / "backbone.safetensors").read_bytes() == (whole.path / "backbone.safetensors").read_bytes()
+
+
+def test_a_missing_image_is_listed_and_a_refusal_is_not(server: Server, folder: ImageFolder, tmp_path: Path) -> None:
+    assert isinstance(folder.root, Path)
+    url = server.put_folder(folder.root, "some")
+    source = open_source(url)
+    server.delete(f"some/{folder.paths[3]}")
+    with pytest.raises(FileNotFoundError):
+        source.read(3)
+    assert source.lost(3) is None
+    with server.faults(rate=1, kinds=["403"]), pytest.raises(UserError, match="may not be read.*AWS_"):
+        source.read(4)
+    for path in folder.paths:
+        server.delete(f"some/{path}")
+    assert source.lost(3) == url
+    with pytest.raises(UserError, match="s3://pictures/some does not exist, or holds nothing"):
+        open_source(url)
+
+
+def test_a_replaced_object_is_noticed(server: Server, folder: ImageFolder, tmp_path: Path) -> None:
+    assert isinstance(folder.root, Path)
+    url = server.put_folder(folder.root, "replaced")
+    run = package.pretrain(url, out=tmp_path / "run", **TRAINED)
+    before = file_stamps.read_stamps(open_source(url))
+    server.put(f"replaced/{folder.paths[5]}", folder.read(5))  # the same content has the same ETag
+    assert not len(file_stamps.find_replaced(before, file_stamps.read_stamps(open_source(url)), "time"))
+    altered = bytearray(folder.read(5))
+    altered[-20] ^= 1
+    server.put(f"replaced/{folder.paths[5]}", bytes(altered))
+    source = open_source(url)
+    assert file_stamps.find_replaced(before, file_stamps.read_stamps(source), "time").tolist() == [5]
+    assert source.read(5) == bytes(altered)  # and not what the local cache has of the same name and size
+    with pytest.raises(UserError, match=f"1 image of {url} was replaced, {folder.paths[5]}"):
+        package.pretrain(url, out=run.path)
+
+
+def test_labels_in_a_store_are_probed_and_scored(server: Server, images: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_shards(ImageFolder(images / split), tmp_path / split, 2)
+        server.put_folder(tmp_path / split, f"labeled/{split}")
+    labeled = open_labeled("s3://pictures/labeled")
+    here = open_labeled(images)
+    assert labeled.classes == here.classes
+    order = np.argsort(labeled.val.source.keys), np.argsort(here.val.source.keys)
+    assert labeled.val.labels[order[0]].tolist() == here.val.labels[order[1]].tolist()
+
+
+def test_a_list_names_local_and_remote_images(server: Server, folder: ImageFolder, url: str, tmp_path: Path) -> None:
+    local = Path(folder.root) / folder.paths[0]
+    lines = [str(local), f"{url}/{folder.paths[1]}\tspecial", f"{url}/gone.png", f"{server.endpoint}/pictures/train/x"]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    source = open_source(tmp_path / "list.txt")
+    source.announce(range(3))
+    assert [source.read(i) for i in range(2)] == [folder.read(i) for i in range(2)]
+    assert source.label(1) == "special"
+    assert [source.stamp(i)[0] for i in range(3)] == [len(folder.read(0)), len(folder.read(1)), -1]
+    for index in (2, 3):
+        with pytest.raises(FileNotFoundError):
+            source.read(index)
+
+
+def test_https_reads_lists_and_shards(server: Server, folder: ImageFolder, tmp_path: Path) -> None:
+    write_shards(folder, tmp_path / "shards", 2)
+    server.put_folder(tmp_path / "shards", "web")
+    server.put("web/list.txt", b"part-0.tar.jpg\n")
+    base = f"{server.endpoint}/pictures/web"
+    with server.faults(rate=0.3, kinds=["500", "503", "truncate", "reset"], seed=4):
+        source = open_source(f"{base}/part-{{0..1}}.tar")
+        assert sorted(map(source.read, range(len(source)))) == sorted(map(folder.read, range(len(folder))))
+    assert open_source(f"{base}/list.txt").stamp(0) == (-1, 0)
