@@ -69,6 +69,7 @@ class Faults:
 
     def _half(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """Send the headers of the whole answer and half of it."""
+
         def start_and_close(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             return start(status, [*headers, ("Connection", "close")], *rest)
 

@@ -58,7 +58,8 @@ class Data(Section):
         "auto", "where images are kept once decoded; auto: on the GPU or in memory if they fit"
     )
     local_cache: str | None = runtime(
-        None, "folder on this machine that keeps what was read from a store; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr"
+        None,
+        "folder on this machine that keeps what was read from a store; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr",
     )
     local_cache_gib: NonNegative | None = runtime(
         None, "its largest size; 0: nothing is kept; null: $ADCLR_LOCAL_CACHE_GIB, or 20"

@@ -47,7 +47,9 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
             return open_list(text) or FileList(text)
         if text.endswith((".tar", *TABLES)):
             return _open_files(text, [text], index, allow_damaged)
-        raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or {_TABLES}; name one of these")
+        raise UserError(
+            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or {_TABLES}; name one of these"
+        )
     if os.path.isdir(text):
         files = _packed_files(os.path.join(text, name) for name in os.listdir(text))
         if files:  # a forgotten archive beside photos is not the collection

@@ -108,7 +108,9 @@ def image_column(schema: Any, file: str) -> str:
         return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
     def holds_images(kind: Any) -> bool:
-        return is_bytes(kind) or bool(pa.types.is_struct(kind) and any(f.name == "bytes" and is_bytes(f.type) for f in kind))
+        return is_bytes(kind) or bool(
+            pa.types.is_struct(kind) and any(f.name == "bytes" and is_bytes(f.type) for f in kind)
+        )
 
     columns = [field.name for field in schema if holds_images(field.type)]
     named = [name for name in IMAGES if name in columns]

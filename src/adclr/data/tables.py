@@ -1,8 +1,8 @@
 """Images in Parquet and Arrow files: a column of bytes, or of structs of bytes and path, as Hugging Face stores them.
 
 Nothing is unpacked to a disk: an image of a Parquet file is decoded with its row group, of which the last used stay in
-memory; one of an Arrow file is read from where it lies. An image's name, and so its key, is its path if all have one and
-all differ; else FILE/ROW.
+memory; one of an Arrow file is read from where it lies. An image's name, and so its key, is its path if all have one
+and all differ; else FILE/ROW.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Tables(Source):
         return self.paths[0] != f"{base_name(self.files[self.groups[0][0]].url)}/{0:09d}"
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the bytes of the file of an image and when it was modified: all of a replaced file count as replaced."""
+        """Return the bytes of the file of an image, and its time or version: all its images count as replaced."""
         file = self.files[self.groups[self._group_of(index)][0]]
         return file.size, file.version
 
@@ -207,7 +207,9 @@ def _names_and_labels(table: TableFile, file: str) -> tuple[list[str | None], li
 def _class_name(value: Any, names: Sequence[str]) -> str | None:
     if isinstance(value, int) and 0 <= value < len(names):
         return names[value]
-    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", -1) else None
+    return (
+        str(value) if isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", -1) else None
+    )
 
 
 def _image_bytes(value: Any) -> bytes | None:

@@ -6,6 +6,7 @@ matrix products, which depends on their size: 1e-5 of a vector's length in float
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -41,11 +42,12 @@ from adclr.features.reader import (
     whole_image,
 )
 from adclr.model.vit import Input, Tokens
-from adclr.system import machine
+from adclr.system import machine, store_mirror
 from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
+from adclr.system.store_urls import base_name, conceal, is_remote
 from adclr.weights.backbone import Weights, load_weights
 
 # tokens that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
@@ -104,14 +106,14 @@ def embed(
 ) -> dict[str, Any]:
     """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
     return embed_collection(
-        str(weights), str(images), Path(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
+        str(weights), str(images), os.fspath(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
     )
 
 
 def embed_collection(
     weights: str,
     images: str,
-    out: Path,
+    out: str | Path,
     dense: bool,
     settings: EmbeddingSettings,
     partial: bool = False,
@@ -120,6 +122,18 @@ def embed_collection(
     """Write the features of images, or the parts of them that are missing; return what the JSON file says of them."""
     if machine.num_processes() > 1:
         raise UserError("features are made by one process; leave out torchrun")
+    weights, images, url = conceal(weights), conceal(images), conceal(os.fspath(out))
+    if is_remote(url):
+        if url.startswith(f"{images.rstrip('/')}/"):
+            raise UserError(f"{url} lies in the collection {images}; choose another --out")
+        single = url.endswith(".parquet")
+        beside = ("", ".json", ".unreadable.jsonl") if single else ()
+        last = f"{base_name(url)}.json" if single else "_embed.json"
+        with store_mirror.uploaded(url, last, beside, resumed=True) as copy:
+            described = embed_collection(weights, images, copy, dense, settings, partial, overwrite)
+        print(f"uploaded to {url}")
+        return described
+    out = Path(out)
     kind: Format = settings.format if dense else "parquet"
     for name in ("vector",) if dense else ("format",):
         if name in settings.model_fields_set:

@@ -33,7 +33,8 @@ VERSIONS = (
     *("ETag", "etag", "content_md5", "Content-MD5", "md5Hash", "blob_id", "generation"),
     *("LastModified", "last_modified", "Last-Modified", "updated", "mtime"),
 )
-T, Item = TypeVar("T"), TypeVar("Item")
+T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class StoreError(UserError):
@@ -125,7 +126,7 @@ def _is_down(url: str) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status behind an error, if it has one: fsspec calls any error of a HEAD request a missing file."""
+    """Return the HTTP status behind an error, if any: fsspec calls every error of a HEAD request a missing file."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
@@ -135,7 +136,10 @@ def _status(error: BaseException) -> int | None:
                 return status
         if cause.__cause__ is None and isinstance(cause, FileNotFoundError):
             return 404
-        if isinstance(cause, PermissionError) or type(cause).__name__ in ("NoCredentialsError", "DefaultCredentialsError"):
+        if isinstance(cause, PermissionError) or type(cause).__name__ in (
+            "NoCredentialsError",
+            "DefaultCredentialsError",
+        ):
             return 403
         cause = cause.__cause__
     return None
@@ -249,17 +253,7 @@ def upload(folder: Path, names: Iterable[str], url: str) -> None:
         filesystem(url).invalidate_cache()
 
 
-def download(file: StoreFile, path: Path) -> None:
-    """Write an object to a path on this machine; the caller renames it."""
-    piece = 2**26
-    with open(path, "wb") as target:
-        for start in range(0, file.size, piece):
-            target.write(read(file, start, min(piece, file.size - start)))
-
-
 def delete(url: str) -> None:
     """Delete an object; one that is not there is fine."""
     with suppress(FileNotFoundError):
         try_again(url, lambda: filesystem(url).rm_file(reveal(url)))
-
-

@@ -53,7 +53,9 @@ def prepare(
 ) -> Launch:
     """Check everything and return the settings, images and directory of a run; nothing is written."""
     if store_urls.is_remote(out):
-        raise UserError(f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out")
+        raise UserError(
+            f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out"
+        )
     run = Run(out)
     check_writable(run.path)
     stored = run.settings()
