@@ -102,7 +102,7 @@ class TarShards(Source):
             cast(StoreReader, self.reader).announce(self.files[self.file(index)], offset, length)
 
     def label(self, index: int) -> str | None:
-        """Return the text of the .cls file or the label in the .json file, else the first folder of the member's name."""
+        """Return the text of the .cls file or the label in the .json file, else the first folder of the member."""
         if self.labels and self.labels[index]:
             return self.labels[index]
         member = self.paths[index].partition(".tar/")[2]

@@ -22,7 +22,7 @@ from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.store_urls import base_name, conceal, is_remote
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import as_utf8, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix
@@ -183,17 +183,18 @@ def result_path(name: str, settings: Any) -> Path:
     The weights of a run are not hashed, so that the run can be moved; those of a folder with many weights are. Scores
     of weights in a store are in runs/evals/NAME.
     """
-    weights = Path("runs", base_name(settings.weights)) if is_remote(settings.weights) else Path(settings.weights)
-    of_run = os.path.isdir(weights) or weights.name == "backbone.safetensors"
+    weights, remote = Path(settings.weights), is_remote(settings.weights)
+    of_run = not remote and (os.path.isdir(weights) or weights.name == "backbone.safetensors")
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     paths = [os.path.abspath(path) if os.path.exists(path) else path for path in data]
     readable_paths = [as_utf8(path) for path in paths]
     update = {
-        "weights": "" if of_run else as_utf8(weights.name),
+        "weights": "" if of_run else as_utf8(settings.weights if remote else weights.name),
         "data": tuple(readable_paths) if isinstance(settings.data, tuple) else readable_paths[0],
     }
     # by the names of version 0.1, so that its scores are found
     text = settings.model_copy(update=update).model_dump_json(by_alias=True)
     digest = blake2b(text.encode(), digest_size=4).hexdigest()
     names = "+".join(os.path.basename(path.rstrip("/")) for path in paths)[:100]
-    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / f"{names}-{digest}.json"
+    folder = Path("runs") if remote else weights if os.path.isdir(weights) else weights.parent
+    return folder / "evals" / name / f"{names}-{digest}.json"

@@ -7,7 +7,9 @@ environment of each store (`store_urls.SCHEMES`); messages hold no part of a URL
 
 from __future__ import annotations
 
+import fnmatch
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -167,45 +169,57 @@ def stat(url: str) -> StoreFile:
 def exists(url: str) -> bool:
     """Return whether there is an object of this name, or one below it."""
     try:
-        return bool(try_again(url, lambda: filesystem(url).exists(reveal(url))))
+        return bool(try_again(url, lambda: filesystem(url).info(reveal(url))))
     except FileNotFoundError:
-        return False
+        return bool(_list_folder(url))
+
+
+def _list_folder(url: str) -> list[dict[str, Any]]:
+    """Return what is directly in a folder; nothing if it does not exist.
+
+    Not by fsspec's `find`, `walk`, `glob` and `exists`, which take a connection that breaks for an empty folder.
+    """
+    try:
+        entries: list[dict[str, Any]] = try_again(
+            url, lambda: filesystem(url).ls(reveal(f"{url.rstrip('/')}/"), detail=True)
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return entries
 
 
 def list_files(url: str, below: bool = True) -> list[StoreFile]:
     """Return the objects below a URL, or only those directly in it, sorted; none if there are none."""
-    prefix = f"{url.rstrip('/')}/"
-
-    def find() -> dict[str, Any]:
-        listed: dict[str, Any] = filesystem(url).find(reveal(prefix), maxdepth=None if below else 1, detail=True)
-        return listed
-
-    try:
-        found = try_again(url, find)
-    except FileNotFoundError:
-        return []
-    start = filesystem(url)._strip_protocol(reveal(prefix)).rstrip("/") + "/"
-    return sorted(
-        _file(prefix + name[len(start) :], info)
-        for name, info in found.items()
-        if name.startswith(start) and not name.endswith("/") and info.get("type", "file") == "file"
-    )
+    root = f"{url.rstrip('/')}/"
+    start = str(filesystem(url)._strip_protocol(reveal(root))).rstrip("/") + "/"
+    if below and scheme_of(url) in WRITABLE:  # these list all objects of a prefix, a thousand in a request
+        try:
+            found: dict[str, Any] = try_again(url, lambda: filesystem(url).find(reveal(root), detail=True))
+        except FileNotFoundError:
+            return []
+        entries = [info | {"name": name} for name, info in found.items()]
+    else:
+        entries = _list_folder(url)
+    files, folders = [], []
+    for info in entries:
+        name = str(info["name"])
+        if not name.startswith(start) or not name[len(start) :].strip("/"):
+            continue
+        inside = root + name[len(start) :]
+        if info.get("type", "file") == "file" and not name.endswith("/"):
+            files.append(_file(inside, info))
+        elif below and info.get("type") == "directory":
+            folders.append(inside)
+    return sorted(files + [file for folder in folders for file in list_files(folder)])
 
 
 def match_files(pattern: str) -> list[StoreFile]:
-    """Return the objects that a pattern with *, ? or [...] names, sorted."""
-
-    def glob() -> dict[str, Any]:
-        matches: dict[str, Any] = filesystem(pattern).glob(reveal(pattern), detail=True)
-        return matches
-
-    scheme = scheme_of(pattern)
-    matches = try_again(pattern, glob)
-    return sorted(
-        _file(name if "://" in name else f"{scheme}://{name}", info)
-        for name, info in matches.items()
-        if info.get("type", "file") == "file"
-    )
+    """Return the objects that a pattern with * or [...] in its parts names, sorted."""
+    parts = pattern.split("/")
+    fixed = next(n for n, part in enumerate(parts) if re.search(r"[*\[]", part))
+    files = list_files("/".join(parts[:fixed]), below=fixed < len(parts) - 1)
+    split = ((file, file.url.split("/")) for file in files)
+    return [file for file, names in split if len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts))]
 
 
 def read(file: StoreFile, start: int = 0, length: int | None = None) -> bytes:
