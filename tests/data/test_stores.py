@@ -145,7 +145,7 @@ def test_a_store_that_is_down_is_named_and_no_image_is_blamed(
     def read_and_fail(*arguments: object) -> bytes:
         count[0] += 1
         if count[0] == 60:
-            store.request("PUT", "/_faults", b'{"rate": 1, "kinds": ["reset"]}')
+            store.request("PUT", "/_faults", RESETS)
         return read(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stores, "read", read_and_fail)
@@ -156,6 +156,32 @@ def test_a_store_that_is_down_is_named_and_no_image_is_blamed(
     run = package.pretrain(None, out=tmp_path / "run")
     assert run.starts()[-1]["from_step"] > 0
     assert (run.path / "backbone.safetensors").read_bytes() == (whole.path / "backbone.safetensors").read_bytes()
+
+
+def test_an_outage_is_no_damage_of_a_table_or_a_shard(
+    store: Server, folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADCLR_LOCAL_CACHE_GIB", "0")
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.3)
+    write_parquet(folder, tmp_path / "x.parquet", range(8), row_group_size=4)
+    url = store.put("outage/x.parquet", (tmp_path / "x.parquet").read_bytes())
+    source = open_source(url)
+    write_shards(folder, tmp_path / "shards", 1)
+    shard = store.put("outage/x.tar", (tmp_path / "shards" / "part-0.tar").read_bytes())
+    with store.faults(rate=1, kinds=["truncate"]):
+        with pytest.raises(UserError, match=r"x\.parquet cannot be reached"):
+            source.read(0)
+        with pytest.raises(UserError, match=r"x\.tar cannot be reached"):
+            open_source(shard)
+    stat = stores.stat
+    monkeypatch.setattr(stores, "_down", {})
+    monkeypatch.setattr(stores, "stat", lambda url: (stat(url), store.request("PUT", "/_faults", RESETS))[0])
+    with store.faults(), pytest.raises(UserError, match=r"x\.tar cannot be reached"):  # while its headers are read
+        open_source(shard)
+    assert source.read(0) == folder.read(0)
+
+
+RESETS = b'{"rate": 1, "kinds": ["reset"]}'
 
 
 def test_a_missing_image_is_listed_and_a_refusal_is_not(store: Server, folder: ImageFolder) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from adclr.config.auto import Choice, choose
 from adclr.config.parsing import UserError
+from adclr.data import huggingface_cache
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.huggingface import HuggingFace
 from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
@@ -37,7 +38,10 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
     """
     text = conceal(os.fspath(where))
     if text.startswith("hf:") and not is_remote(text):
-        return HuggingFace(text.removeprefix("hf:"))
+        name = text.removeprefix("hf:")
+        if huggingface_cache.is_name(name):
+            return _open_files(text, huggingface_cache.find_files(name), index, allow_damaged)
+        return HuggingFace(name)
     if is_remote(text):
         return _open_in_store(text, index, allow_damaged)
     if not os.path.exists(text) and re.search(r"[*?\[{]", text):

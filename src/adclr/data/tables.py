@@ -141,7 +141,9 @@ class Tables(Source):
         column = image_column(table.schema, file)
         try:
             return [_image_bytes(value) for value in table.table(inside, [column]).column(column).to_pylist()]
-        except ArrowException as error:
+        except FileNotFoundError:
+            raise
+        except (ArrowException, OSError) as error:  # broken pages are of either kind
             raise OSError(f"row group {inside} of {file} is damaged ({error})") from None
 
     def announce(self, indices: Iterable[int]) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -56,7 +57,7 @@ _down: dict[str, float] = {}  # when a request was given up, by scheme
 _lock = threading.Lock()
 
 
-def filesystem(url: str) -> Any:
+def _filesystem(url: str) -> Any:
     """Return the fsspec file system of a URL; one for each scheme and process."""
     name = scheme_of(url)
     with _lock:
@@ -92,7 +93,7 @@ def _open(name: str) -> Any:
     return opened
 
 
-def try_again(url: str, call: Callable[[], T]) -> T:
+def _try_again(url: str, call: Callable[[], T]) -> T:
     """Return the result of a call; repeat it with growing waits while its connection breaks, then raise `StoreError`.
 
     A missing object is a `FileNotFoundError` at once, a refusal a `StoreError` at once.
@@ -163,13 +164,13 @@ def _file(url: str, info: dict[str, Any]) -> StoreFile:
 
 def stat(url: str) -> StoreFile:
     """Return size and version of an object."""
-    return try_again(url, lambda: _file(url, filesystem(url).info(reveal(url))))
+    return _try_again(url, lambda: _file(url, _filesystem(url).info(reveal(url))))
 
 
 def exists(url: str) -> bool:
     """Return whether there is an object of this name, or one below it."""
     try:
-        return bool(try_again(url, lambda: filesystem(url).info(reveal(url))))
+        return bool(_try_again(url, lambda: _filesystem(url).info(reveal(url))))
     except FileNotFoundError:
         return bool(_list_folder(url))
 
@@ -180,8 +181,8 @@ def _list_folder(url: str) -> list[dict[str, Any]]:
     Not by fsspec's `find`, `walk`, `glob` and `exists`, which take a connection that breaks for an empty folder.
     """
     try:
-        entries: list[dict[str, Any]] = try_again(
-            url, lambda: filesystem(url).ls(reveal(f"{url.rstrip('/')}/"), detail=True)
+        entries: list[dict[str, Any]] = _try_again(
+            url, lambda: _filesystem(url).ls(reveal(f"{url.rstrip('/')}/"), detail=True)
         )
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -191,10 +192,10 @@ def _list_folder(url: str) -> list[dict[str, Any]]:
 def list_files(url: str, below: bool = True) -> list[StoreFile]:
     """Return the objects below a URL, or only those directly in it, sorted; none if there are none."""
     root = f"{url.rstrip('/')}/"
-    start = str(filesystem(url)._strip_protocol(reveal(root))).rstrip("/") + "/"
+    start = str(_filesystem(url)._strip_protocol(reveal(root))).rstrip("/") + "/"
     if below and scheme_of(url) in WRITABLE:  # these list all objects of a prefix, a thousand in a request
         try:
-            found: dict[str, Any] = try_again(url, lambda: filesystem(url).find(reveal(root), detail=True))
+            found: dict[str, Any] = _try_again(url, lambda: _filesystem(url).find(reveal(root), detail=True))
         except FileNotFoundError:
             return []
         entries = [info | {"name": name} for name, info in found.items()]
@@ -231,17 +232,17 @@ def read(file: StoreFile, start: int = 0, length: int | None = None) -> bytes:
 
     def fetch() -> bytes:
         limits = {} if whole else {"start": start, "end": start + count}
-        data: bytes = filesystem(url).cat_file(reveal(url), **limits)
+        data: bytes = _filesystem(url).cat_file(reveal(url), **limits)
         if not whole and len(data) == file.size > count:  # a server that knows no ranges
             data = data[start : start + count]
         if len(data) != count:
-            now = _file(url, filesystem(url).info(reveal(url)))
+            now = _file(url, _filesystem(url).info(reveal(url)))
             if now != file:
                 raise StoreError(f"{url} was replaced while it was read; run the same command again")
             raise ConnectionError(f"it ended after {len(data)} of {count} bytes")
         return data
 
-    return try_again(url, fetch)
+    return _try_again(url, fetch)
 
 
 def in_parallel(call: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
@@ -255,19 +256,20 @@ def check_writable(url: str) -> None:
     if scheme_of(url) not in WRITABLE:
         names = ", ".join(f"{name}://" for name in WRITABLE)
         raise UserError(f"{url} cannot be written to; stores that can are {names}")
-    filesystem(url)
+    _filesystem(url)
 
 
 def upload(folder: Path, names: Iterable[str], url: str) -> None:
     """Write files of a folder below a URL, in this order; each is there whole or not at all."""
+
+    def put(name: str) -> None:
+        _filesystem(url).put_file(str(folder / name), reveal(join(url, name)))
+
     for name in names:
-        source, target = folder / name, join(url, name)
-        try_again(target, lambda source=source, target=target: filesystem(target).put_file(str(source), reveal(target)))  # type: ignore[misc]
-    with suppress(AttributeError):
-        filesystem(url).invalidate_cache()
+        _try_again(join(url, name), partial(put, name))
 
 
 def delete(url: str) -> None:
     """Delete an object; one that is not there is fine."""
     with suppress(FileNotFoundError):
-        try_again(url, lambda: filesystem(url).rm_file(reveal(url)))
+        _try_again(url, lambda: _filesystem(url).rm_file(reveal(url)))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
+from adclr.data import huggingface_cache
 from adclr.data.collection import is_folder, open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
@@ -51,6 +52,8 @@ def open_labeled(path: str | Path, allow_damaged: bool = False) -> LabeledImages
     kind, _, location = text.partition(":")
     if kind in KINDS:
         train, val = open_set(kind, location)
+    elif hub and huggingface_cache.is_name(folder) and (pair := huggingface_cache.train_and_val(folder)):
+        train, val = (open_source(split, allow_damaged=allow_damaged) for split in pair)
     elif is_folder(os.path.join(folder, "train")) and is_folder(os.path.join(folder, "val")):
         prefix = "hf:" if hub else ""
         splits = (prefix + os.path.join(folder, split) for split in ("train", "val"))
