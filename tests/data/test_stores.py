@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tarfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import file_stamps
+from adclr.data import file_stamps, tar_shards
 from adclr.data.collection import open_source
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
@@ -252,3 +253,35 @@ def test_https_reads_lists_and_shards(store: Server, folder: ImageFolder, tmp_pa
         source = open_source(f"{base}/part-{{0..1}}.tar")
         assert sorted(map(source.read, range(len(source)))) == sorted(map(folder.read, range(len(folder))))
     assert open_source(f"{base}/list.txt").stamp(0) == (-1, 0)
+
+
+def test_a_kept_index_of_shards_is_used_until_they_change(
+    store: Server, folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(folder, tmp_path / "shards", 2)
+    url, index = store.put_folder(tmp_path / "shards", "indexed"), tmp_path / "index.npz"
+    first = open_source(url)
+    assert first.listing is not None
+    first.listing.save(index)
+    with monkeypatch.context() as patched:
+        patched.setattr(tar_shards, "index_shards", lambda *_: pytest.fail("indexed again"))
+        again = open_source(url, index)
+    assert [again.read(i) for i in range(len(again))] == [first.read(i) for i in range(len(first))]
+    store.put("indexed/part-2.tar", (tmp_path / "shards" / "part-0.tar").read_bytes())
+    assert len(open_source(url, index)) == 32 + 16
+    store.delete("indexed/part-2.tar")
+    store.put("indexed/part-1.tar", (tmp_path / "shards" / "part-0.tar").read_bytes())
+    assert open_source(url, index).fingerprint() != first.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package_name"), [("gs", "gcsfs"), ("az", "adlfs"), ("s3", "s3fs"), ("hf", "huggingface_hub")]
+)
+def test_a_missing_package_is_named(scheme: str, package_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_filesystems", {})
+    monkeypatch.setitem(sys.modules, package_name, None)
+    install = package_name if scheme in ("gs", "az") else r"'adclr\[remote\]'"
+    with pytest.raises(
+        UserError, match=rf"^{scheme}:// needs {package_name}, which is not installed; run: pip install {install}$"
+    ):
+        open_source(f"{scheme}://bucket/photos")

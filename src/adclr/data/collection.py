@@ -83,9 +83,6 @@ def _open_in_store(url: str, index: Path | None, allow_damaged: bool) -> Source:
             return _open_files(url, [url], index, allow_damaged)
     except FileNotFoundError:
         raise UserError(f"{url} does not exist; check the URL") from None
-    known = _load_index(index)
-    if known is not None and all(shard.startswith(f"{url.rstrip('/')}/") for shard in known.facts):
-        return TarShards(url, list(known.facts), known, allow_damaged)
     files = stores.list_files(url)
     packed = _packed_files(file.url for file in files if "/" not in file.url[len(url.rstrip("/")) + 1 :])
     if packed and not StoreFolder.holds_images(url, files):
