@@ -52,7 +52,8 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
         if text.endswith((".tar", *TABLES)):
             return _open_files(text, [text], index, allow_damaged)
         raise UserError(
-            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or {_TABLES}; name one of these"
+            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or a table ({' '.join(TABLES)}); name one "
+            "of these"
         )
     if os.path.isdir(text):
         files = _packed_files(os.path.join(text, name) for name in os.listdir(text))
@@ -64,9 +65,6 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
     known = _load_index(index)
     of_folder = known is not None and next(iter(known.facts)) == os.path.abspath(text)
     return ImageFolder(text, known if of_folder else None)
-
-
-_TABLES = " or ".join(TABLES)
 
 
 def _open_in_store(url: str, index: Path | None, allow_damaged: bool) -> Source:
