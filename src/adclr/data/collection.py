@@ -52,8 +52,8 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
         if text.endswith((".tar", *TABLES)):
             return _open_files(text, [text], index, allow_damaged)
         raise UserError(
-            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or a table ({' '.join(TABLES)}); name one "
-            "of these"
+            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or a table ({' '.join(TABLES)}); "
+            "name one of these"
         )
     if os.path.isdir(text):
         files = _packed_files(os.path.join(text, name) for name in os.listdir(text))
