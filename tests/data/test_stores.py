@@ -11,7 +11,7 @@ import pytest
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import file_stamps, tar_shards
+from adclr.data import file_stamps, store_reader, tar_shards
 from adclr.data.collection import open_source
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder
@@ -174,11 +174,22 @@ def test_an_outage_is_no_damage_of_a_table_or_a_shard(
             source.read(0)
         with pytest.raises(UserError, match=r"x\.tar cannot be reached"):
             open_source(shard)
-    stat = stores.stat
     monkeypatch.setattr(stores, "_down", {})
-    monkeypatch.setattr(stores, "stat", lambda url: (stat(url), store.request("PUT", "/_faults", RESETS))[0])
-    with store.faults(), pytest.raises(UserError, match=r"x\.tar cannot be reached"):  # while its headers are read
-        open_source(shard)
+    monkeypatch.setattr(store_reader, "BLOCK", 4096)
+    monkeypatch.setattr(store_reader, "BLOCKS_AHEAD", 0)
+    read, starts = stores.read, list[int]()
+
+    def read_and_fail(file: stores.StoreFile, start: int = 0, length: int | None = None) -> bytes:
+        starts.append(start)
+        if start > 8192:  # behind the first headers
+            store.request("PUT", "/_faults", RESETS)
+        return read(file, start, length)
+
+    with store.faults(), monkeypatch.context() as patched:
+        patched.setattr(stores, "read", read_and_fail)
+        with pytest.raises(UserError, match=r"^s3://pictures/outage/x\.tar cannot be reached"):
+            open_source(shard, allow_damaged=True)
+    assert starts[:2] == [0, 4096]
     assert source.read(0) == folder.read(0)
 
 
