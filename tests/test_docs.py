@@ -85,7 +85,11 @@ def run_line(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_works(page: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_works(
+    page: str, reader: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if page.endswith("object_stores.md"):
+        request.getfixturevalue("store").put_folder((reader / "photos").resolve(), "photos")
     joined = "".join(blocks(page, "sh")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line.strip()]
     if page != "docs/tutorials/multiband.md":

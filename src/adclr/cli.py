@@ -20,9 +20,13 @@ from typing import Any, NoReturn
 
 from adclr import __version__
 from adclr.system import openmp
+from adclr.system.store_urls import conceal
 from adclr.system.text import printable
 
-W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
+W = (
+    "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; "
+    "a URL of one; or timm:NAME"
+)
 PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
 CHECK = "how a replaced image is noticed: by size and time of modification (default), or content; see check below"
 OVERWRITE = "replace files that this command did not write; without it they are refused"
@@ -130,9 +134,8 @@ def _embed(options: Namespace, values: dict[str, Any]) -> None:
     for name, argument in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
         _require(options, name, f"{argument} is missing; write adclr embed W IMAGES --out features.parquet")
     settings = build(embedding.EmbeddingSettings, values, {"check": options.check} if options.check else {})
-    out = Path(options.out)
     embedding.embed_collection(
-        options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite
+        options.weights, options.images, options.out, options.dense, settings, options.partial, options.overwrite
     )
 
 
@@ -208,7 +211,7 @@ def parser() -> Parser:
     main.add_argument("--version", action="version", version=f"adclr {__version__}")
     main.set_defaults(help=False, help_all=False)
     commands = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    collection = "folder, .txt list, .tar shards or hf:PATH"
+    collection = "folder, .txt list, .tar shards, Parquet, hf:NAME, or their URL (s3:// gs:// az:// https:// hf://)"
     recipe = "a recipe or a .yaml file; by default chosen from the images"
 
     def command(
@@ -224,7 +227,7 @@ def parser() -> Parser:
     add("--seed", type=_seed, default=0, help="of images and training (%(default)s)")
 
     add = command("pretrain", _pretrain, "train on a folder of images", "adclr.config.settings:Settings")
-    add("data", nargs="?", metavar="DATA", help="folder (searched recursively), .txt list, .tar shards or hf:PATH")
+    add("data", nargs="?", metavar="DATA", help=collection)
     add("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
     add("--recipe", metavar="NAME", help=recipe)
     add("--resume", action="store_true", help="only go on with the run in --out, never start one")
@@ -251,7 +254,7 @@ def parser() -> Parser:
     )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="?", metavar="IMAGES", help=collection)
-    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
+    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files; also at s3://, gs:// or az://")
     add("--partial", action="store_true", help=PARTIAL)
     add("--check", choices=("time", "content"), help=CHECK)
     add("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
@@ -276,7 +279,7 @@ def parser() -> Parser:
     add = command("export", _export, "weights for timm, Hugging Face, ONNX, or as safetensors")
     add("weights", metavar="W", help=W)
     add("--to", required=True, metavar="FORMAT", help="timm, huggingface, onnx or safetensors")
-    add("--out", required=True, metavar="DIR", help="the folder that is made, with a model card")
+    add("--out", required=True, metavar="DIR", help="the folder that is made, with a model card; also at a URL")
     add("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
     add("--partial", action="store_true", help=PARTIAL)
 
@@ -367,6 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    arguments = [conceal(argument) for argument in arguments]  # what is written down has no credentials in URLs
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()
     options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])

@@ -35,7 +35,11 @@ Epochs = Annotated[int, Field(ge=1, le=100_000)]
 class Data(Section):
     """The collection of images."""
 
-    path: str = setting("", "folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)", free=["resume"])
+    path: str = setting(
+        "",
+        "folder, .txt list, .tar shards, Parquet, hf:NAME, or one of these at a URL (the DATA of the command line)",
+        free=["resume"],
+    )
     labels: bool = setting(
         False, "the first level of sub-folders names classes; only the probe uses them", free=["resume"]
     )
@@ -52,6 +56,13 @@ class Data(Section):
     max_side: Side | None = advanced(None, "longer side to which larger images are resized; null: none")
     cache: Literal["auto", "off", "ram", "gpu"] = runtime(
         "auto", "where images are kept once decoded; auto: on the GPU or in memory if they fit"
+    )
+    local_cache: str | None = runtime(
+        None,
+        "folder on this machine that keeps what was read from a store; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr",
+    )
+    local_cache_gib: NonNegative | None = runtime(
+        None, "its largest size; 0: nothing is kept; null: $ADCLR_LOCAL_CACHE_GIB, or 20"
     )
     max_unreadable: Ratio = runtime(0.1, "share of unreadable images above which the run stops")
     mean: tuple[Ratio, ...] = setting((0.485, 0.456, 0.406), "mean of each channel, of 1")

@@ -147,6 +147,15 @@ class Parts:
         """Return the parts that are yet to be written."""
         return [n for n in range(-(-self.count // self.size)) if not self.layout.record(n).exists()]
 
+    def num_done(self) -> int:
+        """Return how many images the complete parts have."""
+        numbers = range(-(-self.count // self.size))
+        return sum(len(self.indices(n)) for n in numbers if self.layout.record(n).exists())
+
+    def wait(self) -> bool:
+        """Return whether another process has left parts to take over; here there is none."""
+        return False
+
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the indices of the images of a part."""
         return np.arange(number * self.size, min((number + 1) * self.size, self.count))

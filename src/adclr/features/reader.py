@@ -26,6 +26,7 @@ from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
+from adclr.data.store_reader import read_ahead
 from adclr.system import triton_available
 from adclr.system.devices import send, shared_stream
 from adclr.system.machine import cpu_count
@@ -138,7 +139,7 @@ def read_images(
 ) -> Generator[tuple[int, Decoded | str], None, None]:
     """Yield (index, decoded image or the reason why it is unreadable) in order, decoded ahead by threads."""
     chunks = load_in_order(
-        split_batches(np.asarray(indices, np.int64), CHUNK),
+        read_ahead(split_batches(np.asarray(indices, np.int64), CHUNK), lambda chunk: chunk, source),
         lambda chunk: chunk,
         lambda index: (index, _read_image(source, decode, index)),
         lambda chunk, images: images,
@@ -191,7 +192,7 @@ class ImageReader:
         """Yield one batch for each array of indices, on the device."""
         stored = self.store is not None and self.store.on_gpu
         batches = load_in_order(
-            order,
+            order if self.store is not None else read_ahead(order, lambda indices: indices, self.source),
             lambda indices: indices[:0] if stored else indices,
             self._read,
             self._assemble,

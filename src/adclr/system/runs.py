@@ -27,6 +27,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system import files
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
+from adclr.system.store_urls import conceal
 
 STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
@@ -171,7 +172,7 @@ def provenance() -> dict[str, Any]:
     """Return what to reproduce a result by: time, command, commit and versions."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": [conceal(word) for word in sys.argv],
         "adclr": adclr.__version__,
         "commit": _commit(),
         "python": platform.python_version(),

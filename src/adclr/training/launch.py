@@ -17,6 +17,7 @@ from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Stamps
 from adclr.data.sources import Source
+from adclr.system import store_cache, store_urls
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
 from adclr.system.runs import Run
@@ -52,6 +53,10 @@ def prepare(
     resume: bool = False,
 ) -> Launch:
     """Check everything and return the settings, images and directory of a run; nothing is written."""
+    if store_urls.is_remote(out):
+        raise UserError(
+            f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out"
+        )
     run = Run(out)
     check_writable(run.path)
     stored = run.settings()
@@ -74,6 +79,7 @@ def prepare(
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
+    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
     source = open_source(settings.data.path, run.path / INDEX, settings.data.allow_damaged_shards)
     _warn_of_damage(source)
     if stored is None:
@@ -108,7 +114,12 @@ def add_images(data: str | Path | None, overrides: Mapping[str, Any] | None) -> 
         if {"path", "data.path"} & set(overrides):
             raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
         overrides["data.path"] = str(data)
-    return overrides
+    return _conceal(overrides)
+
+
+def _conceal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the credentials in their URLs, since they are written down."""
+    return {name: store_urls.conceal(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
@@ -116,7 +127,7 @@ def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
     if recipe is None or recipe == "auto":
         return {}
     name = os.fspath(recipe)
-    return parsing.load_recipe(name) | {"recipe": name}
+    return _conceal(parsing.flatten(parsing.load_recipe(name))) | {"recipe": name}
 
 
 def _warn_of_damage(source: Source) -> None:

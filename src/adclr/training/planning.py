@@ -22,7 +22,7 @@ from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
-from adclr.system import machine, outputs
+from adclr.system import machine, outputs, store_cache
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
 from adclr.system.progress import format_duration
@@ -127,6 +127,7 @@ def _settle(
     if gpu and settings.train.precision == "float32":
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
     index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
+    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
     source = open_source(path, index, allowed) if path else None
     if base:
         return settings, source, reasons

@@ -1,7 +1,8 @@
 """Weights of a backbone: safetensors and a JSON file that describes them. `load` takes those of other programs too.
 
 A W, wherever a command takes one: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
-MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME. docs/weights.md.
+MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); the URL of one of these in a
+store; or timm:NAME. docs/weights.md.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from adclr.config.parsing import VIT_SIZES, Deviation, Positive, Ratio, Section,
 from adclr.config.settings import Settings
 from adclr.data.decode import Decoder
 from adclr.model.vit import VisionTransformer
-from adclr.system import distributed
+from adclr.system import distributed, store_mirror
 from adclr.system.files import write_atomically, write_json
 from adclr.system.runs import Run
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights import layouts, origins, snapshot
 from adclr.weights.origins import StoredWeights
@@ -168,7 +170,12 @@ def load_weights(
 
 def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
     """Return the tensors of a W, and whether this program wrote them."""
-    text = str(weights)
+    text = conceal(str(weights))
+    if is_remote(text):
+        url, _, branch = text.rpartition("::") if "::" in text else (text, "", "")
+        with store_mirror.local_weights(url) as copy:
+            stored, ours = _find(f"{copy}::{branch}" if branch else copy)
+            return replace(stored, source=url), ours
     if text.startswith("timm:"):
         return origins.from_timm(text.removeprefix("timm:")), False
     # os.path.exists is False where Path.exists raises: for a name that is too long, or without permission
