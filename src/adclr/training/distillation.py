@@ -118,8 +118,17 @@ def build(settings: DistillSettings) -> Distillation:
 def _build_student(settings: DistillSettings) -> Backbone:
     if settings.student_is_vit:
         return architecture(settings).build(settings.model.drop_path)
-    side = settings.views.global_size
-    return build_network(settings.distill.student, (side, side), settings.model.num_channels)
+    side, views = settings.views.global_size, settings.views
+    network = build_network(settings.distill.student, (side, side), settings.model.num_channels)
+    if views.num_local:
+        try:
+            network.grid_of(views.local_size, views.local_size)
+        except Exception:  # of someone else's code: the crop is too small, or of another size than it takes
+            raise UserError(
+                f"the student {settings.distill.student} cannot take crops of {views.local_size} pixels; raise "
+                "views.local_size, or set views.num_local=0"
+            ) from None
+    return network
 
 
 @torch.no_grad()

@@ -93,6 +93,11 @@ class Weights:
         backbone: object = self.vit
         return backbone if isinstance(backbone, FeatureNetwork) else None
 
+    @property
+    def patch_dim(self) -> int:
+        """The width of the patches; in some networks it is not that of the pooled vector."""
+        return self.vit.dim if self.network is None else self.network.map_dim
+
     def describe(self) -> Description:
         """Return the content of backbone.json."""
         shape = architecture_of(self.vit)

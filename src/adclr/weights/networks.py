@@ -109,6 +109,11 @@ def build_network(name: str, input_size: tuple[int, int], num_channels: int = 3,
     return network
 
 
+def rebuild_network(network: FeatureNetwork) -> FeatureNetwork:
+    """Return a network of the same architecture with new weights."""
+    return build_network(network.name, network.input_size, network.num_channels, train=False)
+
+
 def _freeze_unused(network: nn.Module, output: Tensor) -> None:
     """Freeze parameters without influence: several processes would wait for their gradients."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
