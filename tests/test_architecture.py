@@ -29,8 +29,17 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional", "system.outputs"),
-    *("system.progress", "system.runs", "system.text", "system.threads"),
+    *(
+        "config",
+        "cli",
+        "system.arguments",
+        "system.files",
+        "system.machine",
+        "system.openmp",
+        "system.optional",
+        "system.outputs",
+    ),
+    *("system.outputs", "system.progress", "system.runs", "system.text", "system.threads"),
     *("data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.random_draws"),

@@ -5,7 +5,6 @@ It has the shape of `method.ADCLR`, so that the same step, loop and checkpoints 
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -164,10 +163,6 @@ class Distillation(nn.Module):
         for buffer, before in zip(self.student.buffers(), self._statistics, strict=True):
             buffer.copy_(torch.where(ok, buffer, before))
         self._statistics = None
-
-    def evaluated(self) -> Student:
-        """Return a copy of the student in evaluation mode."""
-        return copy.deepcopy(self.student).eval().requires_grad_(False)
 
 
 def feature_loss(student: Tensor, teacher: Tensor, smooth_l1_weight: float) -> tuple[Tensor, Tensor]:

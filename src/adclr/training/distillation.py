@@ -22,6 +22,7 @@ from adclr.model.effective_rank import deviation, effective_rank
 from adclr.model.feature_network import FeatureNetwork
 from adclr.model.view_tensors import Views
 from adclr.report.health import Measures
+from adclr.training.methods import copy_student
 from adclr.weights.backbone import Weights, architecture, load_weights
 from adclr.weights.networks import build_network
 
@@ -134,7 +135,7 @@ def _build_student(settings: DistillSettings) -> Backbone:
 @torch.no_grad()
 def measure_student(method: Distillation, views: Views, dtype: torch.dtype | None) -> Measures:
     """Measure student and teacher on the global crops of the first images; waits for the device."""
-    crops, student = views.global_crops[:, :NUM_IMAGES], method.evaluated()
+    crops, student = views.global_crops[:, :NUM_IMAGES], copy_student(method)
     count = crops.shape[1]
     images = crops.flatten(0, 1)
     with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):

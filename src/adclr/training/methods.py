@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 
 from adclr.model.distillation import Distillation, Student
@@ -27,7 +29,12 @@ def saved_modules(method: Method) -> dict[str, nn.Module]:
 
 def evaluated(method: Method) -> Branch | Student:
     """Return what is scored and exported: the teacher, or of a distillation a copy of the student."""
-    return method.evaluated() if isinstance(method, Distillation) else method.teacher
+    return copy_student(method) if isinstance(method, Distillation) else method.teacher
+
+
+def copy_student(method: Distillation) -> Student:
+    """Return a copy of the student in evaluation mode."""
+    return copy.deepcopy(method.student).eval().requires_grad_(False)
 
 
 def vits(method: Method) -> list[VisionTransformer]:
