@@ -34,12 +34,9 @@ from adclr.system.runs import Run
 from adclr.training import launch, loop, replay
 from adclr.weights import networks
 from adclr.weights.backbone import Weights, architecture, load_weights, save_backbone
-from tiny import TINY, Adclr, tiny, words
+from tiny import TINY, TINY_STUDENT, Adclr, tiny, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TINY_STUDENT = {
-    name: value for name, value in TINY.items() if not name.startswith("method.") and name != "views.num_queries"
-}
 
 
 @pytest.fixture(scope="module")
