@@ -31,7 +31,8 @@ from adclr.features.reader import normalizer
 from adclr.report import health
 from adclr.system import optional
 from adclr.system.runs import Run
-from adclr.training import launch, loop, replay
+from adclr.training import distillation, launch, loop, replay
+from adclr.training.methods import evaluated
 from adclr.weights import networks
 from adclr.weights.backbone import Weights, architecture, load_weights, save_backbone
 from tiny import TINY, TINY_STUDENT, Adclr, tiny, words
@@ -172,18 +173,33 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, teacher: Path, 
     assert [start["from_step"] for start in Run(parts).starts()] == [0, 3]
 
 
-def test_two_processes_train_as_one(images: Path, teacher: Path, tmp_path: Path) -> None:
-    single = distill(teacher, images / "train", tmp_path / "one")
+def distill_in_two_processes(teacher: Path, data: Path, out: Path, changes: dict[str, Any]) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adclr", "distill"]
-    arguments = [str(teacher), str(images / "train"), "--out", str(tmp_path / "two"), *words(TINY_STUDENT)]
     both = subprocess.run(
-        [sys.executable, *command, *arguments],
+        [sys.executable, *command, str(teacher), str(data), "--out", str(out), *words(TINY_STUDENT | changes)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=300,
     )
     assert both.returncode == 0, both.stderr
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("own")
+def test_a_network_with_batch_norm_trains_in_two_processes(images: Path, teacher: Path, tmp_path: Path) -> None:
+    """Parameters without influence are not waited for."""
+    pytest.importorskip("timm")
+    for student in ("timm:resnet10t", "own:good"):
+        out = tmp_path / student.partition(":")[2]
+        distill_in_two_processes(teacher, images / "train", out, NETWORK | {"distill.student": student})
+        losses = [row["loss"] for row in Run(out).rows("metrics.jsonl")]
+        assert losses[-1] < losses[0]
+
+
+def test_two_processes_train_as_one(images: Path, teacher: Path, tmp_path: Path) -> None:
+    single = distill(teacher, images / "train", tmp_path / "one")
+    distill_in_two_processes(teacher, images / "train", tmp_path / "two", {})
     one, two = (list(run.rows("metrics.jsonl")) for run in (single, Run(tmp_path / "two")))
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-4)
     a, b = (load_file(path / "backbone.safetensors") for path in (single.path, tmp_path / "two"))
@@ -281,6 +297,22 @@ def test_a_step_can_be_repeated(images: Path, teacher: Path, tmp_path: Path) -> 
     assert result["losses"]["loss_cls"] == pytest.approx(rows[5]["loss_cls"], rel=1e-6)
 
 
+def test_what_is_scored_is_a_copy_in_evaluation_mode(teacher: Path) -> None:
+    settings = parsing.build(DistillSettings, TINY_STUDENT, {"distill.teacher": str(teacher), "drop_path": 0.9})
+    method = distillation.build(settings)
+    images = torch.randn(4, 3, 16, 16)
+    scored = evaluated(method).backbone
+    before = scored(images).cls
+    assert torch.equal(scored(images).cls, before)
+    assert not torch.equal(method.student.backbone(images).cls, before)  # which trains on, with drop path
+    with torch.no_grad():
+        for parameter in method.student.parameters():
+            parameter.zero_()
+    assert torch.equal(scored(images).cls, before)
+    assert method.student.training
+    assert not method.teacher.training
+
+
 # -- health --
 
 
@@ -345,6 +377,26 @@ def test_a_network_of_timm_learns_and_is_exported(name: str, images: Path, teach
     for refusing in (lambda: package.load(run.path), lambda: package.export(run.path, "onnx", tmp_path / "onnx")):
         with pytest.raises(UserError, match="which is no ViT"):
             refusing()
+
+
+def test_a_file_that_is_not_of_its_network_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    network = networks.build_network("timm:resnet10t", (32, 32), train=False)
+    state = networks.network_state(network)
+    values = {"network": "timm:resnet10t", "input_size": (32, 32), "mean": [0.5] * 3, "std": [0.2] * 3}
+    for changes, sentence in (
+        ({"network": "timm:resnet18"}, "is of another architecture"),
+        ({"network": "timm:../x"}, "timm has no model"),
+        ({"network": "os:getcwd"}, "is not called because a file names it"),
+        ({"input_size": (99_999, 32)}, "at most 1024 pixels"),
+        ({"mean": [0.5]}, "another number of means"),
+        ({"mean": ["a"]}, "of no possible network"),
+        ({"more": 1}, "of no possible network"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            networks.restore_network(values | changes, state, str(tmp_path))
+    restored, _ = networks.restore_network(values, state, str(tmp_path))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in networks.network_state(restored).items())
 
 
 def test_a_network_resumes_exactly_with_its_running_statistics(images: Path, teacher: Path, tmp_path: Path) -> None:

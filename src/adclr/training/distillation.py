@@ -21,6 +21,7 @@ from adclr.model.distillation import Backbone, Distillation, Projector, Student,
 from adclr.model.effective_rank import deviation, effective_rank
 from adclr.model.feature_network import FeatureNetwork
 from adclr.model.view_tensors import Views
+from adclr.model.vit import VisionTransformer
 from adclr.report.health import Measures
 from adclr.training.methods import copy_student
 from adclr.weights.backbone import Weights, architecture, load_weights
@@ -59,7 +60,7 @@ def adopt_teacher(
             )
         adopted[path] = value
     reasons = [f"the teacher is {teacher}: width {vit.dim}, {vit.depth} blocks, patches of {vit.patch_size}"]
-    for path in ("views.global_size", "views.local_size"):
+    for path in ("views.global_size", "views.local_size")[: 2 if values["views.num_local"] else 1]:
         size, patch = values[path], values["model.patch_size"]
         if not isinstance(size, int) or not isinstance(patch, int) or size % vit.patch_size == 0:
             continue  # values of another type are refused elsewhere
@@ -97,11 +98,15 @@ def _load_teacher(teacher: str, input_size: int | None = None, show: bool = True
 
 def build(settings: DistillSettings) -> Distillation:
     """Return the method that settings describe: a new student, its weights drawn from the seed, and the teacher."""
+    # positions are stored for the global crops, so that they are not resampled in every step
+    return assemble(settings, _load_teacher(settings.distill.teacher, settings.views.global_size, show=False).vit)
+
+
+def assemble(settings: DistillSettings, teacher: VisionTransformer) -> Distillation:
+    """Return the method of a teacher that is loaded."""
     torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
     distill = settings.distill
     backbone = _build_student(settings)
-    # positions are stored for the global crops, so that they are not resampled in every step
-    teacher = _load_teacher(distill.teacher, settings.views.global_size, show=False).vit
     patch_dim = backbone.map_dim if isinstance(backbone, FeatureNetwork) else backbone.dim
     head = Projector(backbone.dim, patch_dim, teacher.dim, distill.projector_hidden_dim)
     if settings.train.checkpoint_activations and not isinstance(backbone, FeatureNetwork):

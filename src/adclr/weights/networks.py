@@ -23,6 +23,7 @@ from adclr.system.optional import require
 from adclr.weights.tensors import fit_tensors
 
 TIMM = "timm:"
+MAX_SIDE = 1024  # pixels of an image that a network is tried on, which takes memory
 
 
 class NetworkDescription(Section):
@@ -86,6 +87,9 @@ def build_network(name: str, input_size: tuple[int, int], num_channels: int = 3,
     One that is to be trained is tried on noise, and parameters that have no influence on its features are frozen.
     """
     model = _timm_model(name.removeprefix(TIMM), num_channels) if name.startswith(TIMM) else _user_model(name)
+    if max(input_size) > MAX_SIDE:
+        size = "x".join(map(str, input_size))
+        raise UserError(f"{name} takes images of at most {MAX_SIDE} pixels here, not of {size}; choose a smaller size")
     features = _TimmFeatures(model) if name.startswith(TIMM) else _UserFeatures(model)
     needs = "features are needed as a map, batch x width x rows x columns, or as a vector and a map"
     try:
@@ -186,7 +190,9 @@ def restore_network(values: dict[str, Any], tensors: dict[str, Tensor], path: st
         )
     if not len(description.mean) == len(description.std) == description.num_channels:
         raise UserError(f"the description of {path} has another number of means than of channels; restore it")
+    with torch.device("meta"):  # no memory for a network that a file names but does not hold
+        expected = _timm_model(description.network.removeprefix(TIMM), description.num_channels).state_dict()
+    fit_tensors(expected, tensors, path)
     network = build_network(description.network, description.input_size, description.num_channels, train=False)
-    fit_tensors(network_state(network), tensors, path)
     network.network.model.load_state_dict(tensors)  # type: ignore[union-attr]
     return network, description
