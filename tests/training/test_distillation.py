@@ -388,7 +388,7 @@ def test_a_file_that_is_not_of_its_network_is_refused(tmp_path: Path) -> None:
         ({"network": "timm:resnet18"}, "is of another architecture"),
         ({"network": "timm:../x"}, "timm has no model"),
         ({"network": "os:getcwd"}, "is not called because a file names it"),
-        ({"input_size": (99_999, 32)}, "at most 1024 pixels"),
+        ({"input_size": (9_999, 32)}, "at most 1024 pixels"),
         ({"mean": [0.5]}, "another number of means"),
         ({"mean": ["a"]}, "of no possible network"),
         ({"more": 1}, "of no possible network"),
