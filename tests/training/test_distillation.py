@@ -35,6 +35,7 @@ from adclr.training import distillation, launch, loop, replay
 from adclr.training.methods import evaluated
 from adclr.weights import networks
 from adclr.weights.backbone import Weights, architecture, load_weights, save_backbone
+from dense_scenes import segmented
 from tiny import TINY, TINY_STUDENT, Adclr, tiny, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -366,8 +367,20 @@ def test_a_network_of_timm_learns_and_is_exported(name: str, images: Path, teach
     assert torch.allclose(dense.flatten(2).transpose(1, 2), tokens.patches, atol=1e-6)
     assert weights.vit.grid_of(64, 64) == tuple(dense.shape[2:])
     # evaluations and other commands
-    for evaluation, data in (("knn", images), ("matching", images / "val")):
-        assert package.evaluate(evaluation, weights=run.path, data=data, device="cpu")
+    segmented(tmp_path / "pixels", 3, 2, 32)
+    few: dict[str, Any] = {"linear": {"epochs": 1}, "incontext": {"size": 32, "pictures": 0}}
+    for evaluation, data in (
+        ("knn", images),
+        ("linear", images),
+        ("matching", images / "val"),
+        ("incontext", tmp_path / "pixels"),
+    ):
+        more = few.get(evaluation, {})
+        assert package.evaluate(evaluation, weights=run.path, data=data, device="cpu", **more)
+    control = package.evaluate("knn", weights=run.path, data=images, device="cpu", from_scratch=True)
+    assert 0 <= control["knn_top1"] <= 100
+    with pytest.raises(UserError, match="which is no ViT"):
+        package.evaluate("finetune", weights=run.path, data=images, device="cpu")
     about = package.embed(run.path, images / "val", tmp_path / "features.parquet", device="cpu")
     assert about["dim"] == tokens.cls.shape[1]
     package.export(run.path, "timm", tmp_path / "exported")
@@ -377,6 +390,18 @@ def test_a_network_of_timm_learns_and_is_exported(name: str, images: Path, teach
     for refusing in (lambda: package.load(run.path), lambda: package.export(run.path, "onnx", tmp_path / "onnx")):
         with pytest.raises(UserError, match="which is no ViT"):
             refusing()
+
+
+def test_the_trial_of_a_network_leaves_no_trace() -> None:
+    pytest.importorskip("timm")
+    torch.manual_seed(0)
+    tried = networks.build_network("timm:resnet10t", (32, 32))
+    torch.manual_seed(0)
+    new = networks.build_network("timm:resnet10t", (32, 32), train=False)
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(tensor, tried.state_dict()[name]), name
+    assert (tried.training, new.training) == (True, False)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in tried.parameters())
 
 
 def test_a_file_that_is_not_of_its_network_is_refused(tmp_path: Path) -> None:
