@@ -313,6 +313,11 @@ class Settings(Section):
     probe: Probe = Probe()
 
     @property
+    def command(self) -> str:
+        """Return the command that trains with such settings."""
+        return "pretrain"
+
+    @property
     def masked(self) -> bool:
         """Return whether there is a masked-patch loss."""
         return self.method.masked_weight > 0

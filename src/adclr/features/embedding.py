@@ -153,7 +153,7 @@ def embed_collection(
     if out.suffix != ".parquet":
         collection.check_apart(out, source)
     device = select_device(settings.device)
-    loaded = load_weights(weights, partial)
+    loaded = load_weights(weights, partial, networks=True)
     network = Network(loaded, settings, dense, device)
     size, facts = network.part_size(), network.facts() | {"images": _hash_order(source)}
     part_stamps = PartStamps.of(
@@ -215,7 +215,12 @@ class Network:
         self.framing = self._framing()
         self.autocast = autocast_dtype(settings.precision, device)
         self.dtype = getattr(torch, settings.dtype or ("float16" if dense else "float32"))
-        self.dim = self.vit.dim * (2 if settings.vector == "both" and not dense else 1)
+        patch_dim = weights.patch_dim
+        self.dim = (
+            patch_dim
+            if dense
+            else {"cls": self.vit.dim, "both": self.vit.dim + patch_dim}.get(settings.vector, patch_dim)
+        )
         self.normalize = normalizer(weights, device)
 
     def _framing(self) -> Framing:
@@ -243,7 +248,7 @@ class Network:
         if not self.dense:
             return PART_ROWS
         side = min(self.vit.input_size) if self.settings.size == "input" else self.settings.size or ASSUMED_SIDE
-        map_bytes = (side / self.vit.patch_size) ** 2 * self.vit.dim * self.dtype.itemsize
+        map_bytes = (side / self.vit.patch_size) ** 2 * self.weights.patch_dim * self.dtype.itemsize
         return int(min(PART_ROWS, max(1, PART_BYTES // map_bytes)))
 
     def facts(self) -> dict[str, Any]:
@@ -291,7 +296,7 @@ class Network:
 
     def _values(self, tokens: Tokens, size: torch.Size) -> Tensor:
         if self.dense:
-            values = tokens.patches.float().reshape(-1, *self.vit.grid_of(*size), self.vit.dim)
+            values = tokens.patches.float().reshape(-1, *self.vit.grid_of(*size), self.weights.patch_dim)
         elif self.settings.vector == "cls":
             values = tokens.cls.float()
         else:

@@ -25,6 +25,10 @@ LOSSES = {
     "loss": Metric("Loss", "the sum that is trained on"),
     "loss_global": Metric("Global loss", "DINO's: [CLS] of one view against the teacher's of another", floor=0),
     "loss_query": Metric("Query loss", "ADCLR's: a query's answer in one view against that in the other", floor=0),
+    "loss_cls": Metric("Loss of [CLS]", "of the student's [CLS] against the teacher's on the same crop", floor=0),
+    "loss_patches": Metric("Loss of patches", "of the student's patches against the teacher's", floor=0),
+    "cosine_cls": Metric("Cosine of [CLS] with the teacher's", "of the projected features, in training; 1 is equal"),
+    "cosine_patches": Metric("Cosine of patches with the teacher's", "of the projected features, in training"),
     "loss_masked": Metric("Masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
 }
 SCORES = {
@@ -39,9 +43,20 @@ HEALTH = {
     ),
     "target_kl": Metric("KL of targets to their mean, nats", "0 if all images have the same target", floor=0),
     "prototypes_used": Metric("Prototypes in use", "of as many as there are images or prototypes", floor=0),
+    "agreement_cls": Metric(
+        "Agreement of [CLS] with the teacher", "cosine on global crops, as the student is evaluated; 1 is equal"
+    ),
+    "agreement_patches": Metric("Agreement of patches with the teacher", "the same of patches"),
+    "neighbors_shared": Metric(
+        "Shared nearest neighbors", "share of images whose most similar other image is the teacher's too", floor=0
+    ),
     "loss_of_log_k": Metric("Global loss / ln K", "1 is what knowing nothing costs", Band(0, 1), floor=0),
     "rank_cls": Metric("Effective rank of [CLS]", "number of directions in which images differ", floor=0),
     "rank_patches": Metric("Effective rank of patches", "number of directions in which patches differ", floor=0),
+    "teacher_rank_cls": Metric("Effective rank of the teacher's [CLS]", "on the same crops", floor=0),
+    "teacher_rank_patches": Metric("Effective rank of the teacher's patches", "on the same crops", floor=0),
+    "teacher_deviation_cls": Metric("Standard deviation of the teacher's [CLS]", "on the same crops", floor=0),
+    "teacher_deviation_patches": Metric("Standard deviation of the teacher's patches", "on the same crops", floor=0),
     "rank_queries": Metric("Effective rank of queries", "number of directions in which queries differ", floor=0),
     "deviation_cls": Metric("Standard deviation of [CLS]", "of features of length 1, from image to image", floor=0),
     "deviation_patches": Metric("Standard deviation of patches", "of features of length 1", floor=0),
@@ -141,6 +156,16 @@ def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[State
     if finding is not None:
         basis = "" if certain else f", by {count} measures only"
         return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
+    last = rows[-1]
+    if "agreement_cls" in last:
+        return [
+            Statement(
+                True,
+                f"The student follows its teacher: the cosine is {last['agreement_cls']:.2f} for [CLS] and "
+                f"{last['agreement_patches']:.2f} for patches; its [CLS] differ in {last['rank_cls']:.1f} directions, "
+                f"the teacher's in {last['teacher_rank_cls']:.1f}.",
+            )
+        ]
     text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
     statements = [Statement(True, f"{text}: {nats}.")]
     shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))

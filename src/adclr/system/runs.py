@@ -23,6 +23,7 @@ import yaml
 
 import adclr
 from adclr.config import parsing
+from adclr.config.distillation import settings_class
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system import files
@@ -56,7 +57,7 @@ class Run:
         if not isinstance(values, dict):
             raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
         try:
-            return parsing.build(Settings, values, warn=False)
+            return parsing.build(settings_class(values), values, warn=False)
         except UserError as error:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from adclr.system import distributed
 
-# the order of `method.Losses`
+# the order of `method.Losses`, and of `distillation.DistillationLosses`: as many, so that one meter takes both
 LOSS_NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
+DISTILLATION_NAMES = ("loss", "loss_cls", "loss_patches", "cosine_cls", "cosine_patches")
 Step = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True)]
 Loss = Number | None
@@ -37,7 +38,7 @@ class Void(NamedTuple):
     """A step without effect, because its loss or a gradient was not finite."""
 
     step: int  # counted from 1
-    losses: list[float | None]  # by `LOSS_NAMES`, None where not finite; if none is None, a gradient was not finite
+    losses: list[float | None]  # by `Meter.names`, None where not finite; if none is None, a gradient was not finite
 
 
 class Reading(NamedTuple):
@@ -51,7 +52,8 @@ class Reading(NamedTuple):
 class Meter:
     """`meter.add(done, losses, ok)` after every step; `meter.read()` after at most `every` of them."""
 
-    def __init__(self, device: torch.device, every: int) -> None:
+    def __init__(self, device: torch.device, every: int, names: tuple[str, ...] = LOSS_NAMES) -> None:
+        self.names = names
         self.sums = torch.zeros(len(LOSS_NAMES) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
         # the losses of each step, and whether it was good
         self.rows = torch.zeros(every, len(LOSS_NAMES) + 1, device=device)
@@ -101,7 +103,7 @@ class Meter:
         rows = _rows(numbers[len(LOSS_NAMES) + 2 :])
         void = [*self.void, *_void(rows, self.done)]
         self.last_void = _count_last_void(self.last_void, rows)
-        means = {name: value / good if good else None for name, value in zip(LOSS_NAMES, sums, strict=True)}
+        means = {name: value / good if good else None for name, value in zip(self.names, sums, strict=True)}
         self.sums.zero_()
         self.count, self.void = 0, []
         return Reading(means | {"voided_steps": voided}, void, self.last_void)

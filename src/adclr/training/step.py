@@ -12,14 +12,14 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model import optim
-from adclr.model.method import ADCLR
+from adclr.model.method import ADCLR, Branch
 from adclr.model.view_tensors import Views
 from adclr.system import distributed
 from adclr.system.devices import send
@@ -27,6 +27,7 @@ from adclr.system.text import one_line
 from adclr.training import schedules
 from adclr.training.cuda_graph import RecordedStep
 from adclr.training.fsdp import ShardedAdamW, sync_gradients
+from adclr.training.methods import Method
 from adclr.training.plan_cost import allows_cuda_graph
 
 
@@ -41,7 +42,7 @@ class Step:
     def __init__(
         self,
         settings: Settings,
-        method: ADCLR,
+        method: Method,
         optimizer: torch.optim.AdamW,
         device: torch.device,
         dtype: torch.dtype | None,  # of autocast
@@ -57,7 +58,7 @@ class Step:
         self.graphs: dict[tuple[object, ...], RecordedStep] = {}  # by what is frozen, and the number of masked patches
 
     def __call__(self, views: Iterable[Views], values: schedules.Values) -> tuple[Tensor, Tensor]:
-        """Return the losses in the order of `method.Losses`, mean over micro-batches, and whether the step was good."""
+        """Return the losses in the order of `Meter.names`, mean over micro-batches, and whether the step was good."""
         if self.record:
             (batch,) = views
             graph = self._graph(batch, values)
@@ -97,7 +98,9 @@ class Step:
         lr, weight_decay, momentum, temperature, query_temperature = numbers
         losses = self.accumulate_gradients(views, temperature, query_temperature)
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
-        frozen_parameters = [*student.head.last_layer.parameters()] if freeze_last_layer else []
+        frozen_parameters: list[nn.Parameter] = []
+        if freeze_last_layer and isinstance(student, Branch):
+            frozen_parameters += student.head.last_layer.parameters()
         for parameter in [*frozen_parameters, *(student.backbone.parameters() if freeze_backbone else ())]:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, ShardedAdamW):
@@ -118,6 +121,7 @@ class Step:
         for number, batch in enumerate(views):
             last = number == self.accumulate - 1
             if self.sharded:
+                assert isinstance(self.method, ADCLR)
                 sync_gradients(self.method, last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
@@ -139,7 +143,7 @@ def _frozen(values: schedules.Values) -> tuple[bool, bool]:
     return values.freeze_last_layer, values.freeze_backbone
 
 
-def _data_parallel(method: ADCLR, settings: Settings) -> DistributedDataParallel:
+def _data_parallel(method: Method, settings: Settings) -> DistributedDataParallel:
     model = DistributedDataParallel(method)
     if settings.train.reduce_precision == "bfloat16":
         model.register_comm_hook(None, bf16_compress_hook)

@@ -25,7 +25,7 @@ from adclr.system.text import printable
 from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
 from adclr.weights.export import card, onnx
-from adclr.weights.export.formats import WRITERS, Export
+from adclr.weights.export.formats import NETWORK_FORMATS, WRITERS, Export
 
 RECORD = "export.json"  # what was written and how it was checked
 TOLERANCE = 1e-4  # of the largest output
@@ -57,7 +57,7 @@ def export(
     earlier_files = None if overwrite else _check_output(folder, Path(out))
     if to == "onnx":
         onnx.check_installed()
-    loaded = load_weights(weights, partial, input_size)
+    loaded = load_weights(weights, partial, input_size, networks=to in NETWORK_FORMATS)
     report = loaded.report
     parents = [parent for parent in folder.parents if not parent.exists()]
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
