@@ -142,6 +142,12 @@ class Model(Section):
         "antialias", "how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
     norm_eps: Annotated[float, Field(gt=0, le=0.1)] = advanced(1e-6, "epsilon of the norms")
+    position_embedding: Literal["learned", "rotary"] = advanced(
+        "learned", "learned: added to patches; rotary: DINOv3's, turns attention queries and keys of patches by angles"
+    )
+    mlp: Literal["plain", "gated"] = advanced(
+        "plain", "plain: two layers with GELU; gated: SwiGLU, three layers, as in DINOv3's ViT-S+"
+    )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -170,6 +176,11 @@ class Model(Section):
         if dim % heads:
             fits = max(h for h in range(1, heads + 1) if dim % h == 0)
             raise ValueError(f"model.num_heads={heads} does not divide the width {dim}; set model.num_heads={fits}")
+        if self.position_embedding == "rotary" and dim // heads % 4:
+            raise ValueError(
+                f"model.position_embedding=rotary needs heads whose width is divisible by 4, not {dim // heads}; "
+                f"set model.dim={4 * heads * max(1, round(dim / heads / 4))}, or model.position_embedding=learned"
+            )
         return self
 
 

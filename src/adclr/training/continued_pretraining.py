@@ -35,7 +35,14 @@ from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # Settings that the shapes of the tensors fix; and those of KEPT, which are taken over unless the user sets them.
-FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels")
+FIXED = (
+    *SHAPE,
+    "model.patch_size",
+    "model.num_registers",
+    "model.num_channels",
+    "model.position_embedding",
+    "model.mlp",
+)
 RULES = ("model.query_keys", "model.query_read_only_blocks", "model.position_resampling", "model.norm_eps")
 KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
 FEATURES = "start_features.safetensors"  # in a run: features of a few images at the start, and their keys
@@ -89,8 +96,9 @@ def load_init(method: ADCLR, settings: Settings) -> str:
         state = weights.vit.state_dict()
         if "mask_token" in initial:  # which the weights do not have
             state["mask_token"] = initial["mask_token"]
-        with torch.no_grad():
-            state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
+        if weights.vit.pos_embed is not None:
+            with torch.no_grad():
+                state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
         fit_tensors(initial, state, path)
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")

@@ -18,7 +18,7 @@ from adclr.config.settings import Settings
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
-from adclr.weights.backbone import RESAMPLED, Weights
+from adclr.weights.backbone import Weights, describe_positions
 
 
 def find_run(weights: str) -> Run | None:
@@ -52,7 +52,7 @@ def write(
             "registers": vit.num_registers,
             "LayerScale": "yes" if vit.layer_scale else "no",
             "parameters": f"{sum(p.numel() for p in vit.parameters()):,}",
-            "positions at other sizes": RESAMPLED[vit.position_resampling],
+            "positions at other sizes": describe_positions(vit),
         },
         training=_training(run, settings) if run and settings else None,
         settings=_changed_settings(settings) if settings else None,
