@@ -106,8 +106,8 @@ def rename_tensors(
     swiglu = next((key for key in inside if OTHER_SWIGLU.search(key)), None)
     if swiglu:
         raise UserError(
-            f"{path} has DINOv2's SwiGLU ({inside[swiglu]}), which this ViT has not; "
-            "use weights with a plain MLP or of DINOv3"
+            f"{path} has a SwiGLU ({inside[swiglu]}), which is of another shape than DINOv3's; "
+            "use weights with a plain MLP"
         )
     names = NAMES[anchor]
     state: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from adclr.config.parsing import VIT_SIZES, UserError
+from adclr.model.positions import ROTARY_BASE
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
 from adclr.weights.backbone import Weights, load_weights, write_backbone
@@ -43,7 +44,7 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
 
 
 def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...]) -> tuple[str, ...]:
-    if vit.position_resampling in ways:
+    if vit.pos_embed is None or vit.position_resampling in ways:
         return ()
     height, width = vit.input_size
     return (
@@ -76,9 +77,31 @@ tokens = vit(images)  # tokens.cls, tokens.patches
 # -- timm --
 
 
+def _check_class(vit: VisionTransformer, program: str) -> None:
+    if vit.mlp == "gated" and vit.pos_embed is not None:
+        raise UserError(
+            f"{program} has no ViT with learned positions and a gated MLP; export to onnx or safetensors instead"
+        )
+
+
+def _timm_state(vit: VisionTransformer) -> dict[str, Tensor]:
+    """Return the state under timm's names: ours, but for those of its class of DINOv3, which has a LayerScale."""
+    if vit.pos_embed is not None:
+        return _state(vit)
+    state = {f"blocks.{i}.gamma_{number}": torch.ones(vit.dim) for i in range(vit.depth) for number in (1, 2)}
+    for name, tensor in _state(vit).items():
+        if name.endswith("attn.qkv.bias"):
+            q, _, v = tensor.chunk(3)
+            start = name.removesuffix("qkv.bias")
+            state |= {f"{start}q_bias": q.clone(), f"{start}v_bias": v.clone()}
+        else:
+            state[name.replace(".ls1.gamma", ".gamma_1").replace(".ls2.gamma", ".gamma_2")] = tensor
+    return state
+
+
 def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
     """Return the name and the other arguments with which `timm.create_model` builds the same ViT."""
-    shape = (vit.dim, vit.depth, vit.num_heads)
+    shape, rotary = (vit.dim, vit.depth, vit.num_heads), vit.pos_embed is None
     size = next((name for name, known in VIT_SIZES.items() if known == shape), None)
     arguments: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
     if size is None:
@@ -89,8 +112,13 @@ def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
         arguments["img_size"] = list(vit.input_size)
     if vit.num_channels != 3:
         arguments["in_chans"] = vit.num_channels
-    if vit.layer_scale:
+    if vit.layer_scale or rotary:
         arguments["init_values"] = 1.0
+    if rotary:
+        arguments["num_reg_tokens"] = vit.num_registers
+        if vit.mlp == "gated":
+            arguments |= {"swiglu_mlp": True, "swiglu_align_to": 8}
+        return f"vit_{size or 'tiny'}_patch16_dinov3_qkvb", arguments
     if vit.num_registers:
         arguments |= {"reg_tokens": vit.num_registers, "no_embed_class": True}
     return f"vit_{size or 'tiny'}_patch16_224", arguments
@@ -98,9 +126,10 @@ def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
 
 def _timm(weights: Weights, folder: Path) -> Export:
     vit = weights.vit
+    _check_class(vit, "timm")
     name, arguments = _timm_arguments(vit)
-    _write(folder / "model.safetensors", _state(vit))
-    odd_norm = vit.norm_eps != 1e-6
+    _write(folder / "model.safetensors", _timm_state(vit))
+    odd_norm = vit.norm_eps != (1e-5 if vit.pos_embed is None else 1e-6)
     if not odd_norm:  # timm's config.json has no field for it
         config: dict[str, Any] = {
             "input_size": [vit.num_channels, *vit.input_size],
@@ -188,7 +217,8 @@ def _with_registers(vit: VisionTransformer) -> bool:
 
 def _huggingface(weights: Weights, folder: Path) -> Export:
     vit = weights.vit
-    (height, width), registers = vit.input_size, _with_registers(vit)
+    _check_class(vit, "transformers")
+    (height, width), registers, rotary = vit.input_size, _with_registers(vit), vit.pos_embed is None
     if height != width:
         raise UserError(f"Hugging Face's positions are square, not of {height}x{width} pixels; say --input-size")
     kind, name = ("dinov2_with_registers", "Dinov2WithRegistersModel") if registers else ("dinov2", "Dinov2Model")
@@ -209,8 +239,12 @@ def _huggingface(weights: Weights, folder: Path) -> Export:
         "use_swiglu_ffn": False,
         "dtype": "float32",
     }
-    _write(folder / "model.safetensors", _huggingface_state(vit))
-    write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
+    if registers or rotary:
+        values["num_register_tokens"] = vit.num_registers
+    if rotary:
+        name, values = "DINOv3ViTModel", _dinov3_config(vit, values)
+    _write(folder / "model.safetensors", _dinov3_state(vit) if rotary else _huggingface_state(vit))
+    write_json(folder / "config.json", values)
     notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
     has_processor = vit.num_channels == 3 and weights.max_value is None
     write_json(folder / "preprocessor_config.json", _preprocessor(weights))
@@ -245,6 +279,54 @@ features = model(**pixels).last_hidden_state  # [CLS], {"registers, " if vit.num
 ```
 """
     return Export("transformers", usage, reader, tuple(notes), any_size=not notes)
+
+
+def _dinov3_state(vit: VisionTransformer) -> dict[str, Tensor]:
+    """Return the state under the names of Hugging Face's DINOv3; a LayerScale of 1 changes nothing."""
+    renamed = {
+        "embeddings.mask_token": torch.zeros(1, 1, vit.dim),
+        "embeddings.register_tokens": torch.zeros(1, 0, vit.dim),
+    }
+    renamed |= {
+        f"layer.{i}.layer_scale{number}.lambda1": torch.ones(vit.dim) for i in range(vit.depth) for number in (1, 2)
+    }
+    names = {
+        "cls_token": "embeddings.cls_token",
+        "reg_token": "embeddings.register_tokens",
+        "patch_embed.proj.": "embeddings.patch_embeddings.",
+        "blocks.": "layer.",
+        "attn.proj.": "attention.o_proj.",
+        "ls1.gamma": "layer_scale1.lambda1",
+        "ls2.gamma": "layer_scale2.lambda1",
+        "mlp.fc1.": "mlp.up_proj.",
+        "mlp.fc1_g.": "mlp.gate_proj.",
+        "mlp.fc1_x.": "mlp.up_proj.",
+        "mlp.fc2.": "mlp.down_proj.",
+    }
+    for key, tensor in _state(vit).items():
+        for ours, theirs in names.items():
+            key = key.replace(ours, theirs)
+        if ".attn.qkv." in key:
+            for part, values in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[key.replace(".attn.qkv.", f".attention.{part}_proj.")] = values.clone()
+        else:
+            renamed[key] = tensor
+    return {key: tensor for key, tensor in renamed.items() if not key.endswith("k_proj.bias")}
+
+
+def _dinov3_config(vit: VisionTransformer, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of Hugging Face's DINOv3; `values` are what it has in common with Dinov2's."""
+    gated, others = vit.mlp == "gated", ("mlp_ratio", "qkv_bias", "use_swiglu_ffn")
+    return {name: value for name, value in values.items() if name not in others} | {
+        "architectures": ["DINOv3ViTModel"],
+        "model_type": "dinov3_vit",
+        "intermediate_size": 4 * vit.dim,
+        "use_gated_mlp": gated,
+        "hidden_act": "silu" if gated else "gelu",
+        "rope_theta": ROTARY_BASE,
+        "key_bias": False,
+        "pos_embed_rescale": None,  # an augmentation of positions in training, which there is not here
+    }
 
 
 def _preprocessor(weights: Weights) -> dict[str, Any]:
