@@ -29,7 +29,16 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.files", "system.machine", "system.openmp", "system.optional", "system.outputs"),
+    *(
+        "config",
+        "cli",
+        "system.files",
+        "system.locks",
+        "system.machine",
+        "system.openmp",
+        "system.optional",
+        "system.outputs",
+    ),
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adclr import __version__
-from adclr.system import openmp
+from adclr.system import locks, openmp
 from adclr.system.text import printable
 
 W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
@@ -382,6 +382,7 @@ def _main(arguments: list[str]) -> None:
         if options.help or options.help_all:
             _print_help(options)
         else:
+            locks.check_system()
             options.run(options, parse_words(words))
     except UserError as error:
         print(f"adclr: {printable(str(error))}", file=sys.stderr)

@@ -15,7 +15,6 @@ FILE.parquet.json and FILE.parquet.unreadable.jsonl are beside it. `embedded` re
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from safetensors import SafetensorError
 from adclr.config.parsing import UserError
 from adclr.features import embedding_resume
 from adclr.features.embedding_resume import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
-from adclr.system import outputs
+from adclr.system import locks, outputs
 from adclr.system.files import read_json, sync, write_json
 from adclr.system.optional import check_installed
 from adclr.system.text import as_utf8
@@ -116,14 +115,13 @@ class Parts:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Lock the folder for this process, and remove what a crash left half-written."""
+        locks.check_system()
         self.done.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "a", encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks.lock(file)
             except BlockingIOError:
                 raise UserError(f"another process is writing to {self.folder}; wait for it or stop it") from None
-            except OSError:
-                pass  # a file system without locks
             self._begin()
             try:
                 yield

@@ -6,7 +6,6 @@ stamps.npz, backbone.safetensors, backbone.json, results.json, evals/NAME/*.json
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import platform
@@ -25,6 +24,7 @@ import adclr
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.system import locks
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
 
 STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
@@ -64,14 +64,13 @@ class Run:
 
         `note` is written into the lock file if that is new.
         """
+        locks.check_system()
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / ".lock", "ab", opener=open_no_follow) as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks.lock(file)
             except BlockingIOError:
                 raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
-            except OSError:
-                pass  # a file system without locks
             if note and not file.tell():
                 file.write(f"{note}\n".encode())
                 file.flush()
@@ -143,8 +142,7 @@ class Run:
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
         """Append a row unless a row of any process has the same value under `key`, or the disk is full."""
         with suppress(OSError), open(self.path / name, "ab", opener=open_no_follow) as file:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+            locks.lock(file, wait=True)
             if all(other.get(key) != row[key] for other in self.rows(name)):
                 file.write((json.dumps(row) + "\n").encode())
 
