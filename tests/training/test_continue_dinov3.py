@@ -41,6 +41,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(weights: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("runs") / "run"
     changes: dict[str, Any] = {"masked_weight": 1.0, "freeze_backbone_epochs": 0, "checkpoint_every_steps": 2}
+    torch.set_num_threads(1)  # as the tests, since it is compared to the bit; a module's fixture is before theirs
     return package.pretrain(images / "train", out=out, recipe="adclr_small", init=weights, **(FREE | changes))
 
 
