@@ -225,6 +225,9 @@ class Optim(Section):
     betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "AdamW's")
     clip_norm: Positive | None = advanced(3.0, "largest gradient norm of each parameter tensor on its own; null: none")
     freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer is frozen")
+    layer_decay: Share = advanced(
+        1.0, "learning rate of a block of the backbone, of that of the next; 1: the same for all, as from scratch"
+    )
     freeze_backbone_epochs: NonNegative | None = advanced(
         None, "epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1"
     )
