@@ -299,6 +299,7 @@ QUERIES = {
     "read-only, keys of the image": {"query_read_only_blocks": 1},
     "anchored and random, masked": {"query_source": "local", "num_queries": 7, "masked_weight": 1.0},
     "DINOv3": DINOV3,
+    "anchor": {"anchor_weight": 1.0, "init": "weights.pth"},
     "DINOv3, masked, keys of the image": DINOV3 | {"query_keys": "patches", "masked_weight": 1.0},
 }
 

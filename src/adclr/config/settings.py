@@ -211,6 +211,9 @@ class Method(Section):
     head_hidden_dim: Width = advanced(2048, "width of the projection head")
     head_bottleneck_dim: Width = advanced(256, "width before the prototypes")
     num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K")
+    anchor_weight: NonNegative = advanced(
+        0.0, "weight of the anchor: similarities between an image's patches stay those of model.init; 0: none"
+    )
     train_gain: bool = advanced(True, "train the gain of the weight-normalized last layer (norm_last_layer false)")
 
 
@@ -373,6 +376,8 @@ class Settings(Section):
                 f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
                 f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
             )
+        if self.method.anchor_weight and self.model.init is None:
+            raise ValueError("method.anchor_weight anchors to given weights; set model.init too, or leave it out")
         if self.frozen_epochs and self.model.init is None:
             raise ValueError(
                 "optim.freeze_backbone_epochs would freeze random numbers; set model.init too, or leave it out"

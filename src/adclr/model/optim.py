@@ -68,9 +68,9 @@ def optimizer_step(
 ) -> Tensor:
     """Clip, decay and step; return whether the step was finite, as a 0-dim bool on the device.
 
-    A group may have a `scale` of its learning rate. Each parameter tensor is clipped by its own norm. A loss or gradient
-    that is not finite voids the step in every process: parameters, moments and step counts stay the same to the bit, without a synchronization with the host.
-    `in_pieces` is for sharded parameters.
+    A group may have a `scale` of its learning rate. Each parameter tensor is clipped by its own norm. A loss or
+    gradient that is not finite voids the step in every process: parameters, moments and step counts stay the same to
+    the bit, without a synchronization with the host. `in_pieces` is for sharded parameters.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))

@@ -60,6 +60,8 @@ def build(settings: Settings) -> ADCLR:
         target=method.target,
         queries_in_local_views=method.queries_in_local_views,
         anchored_queries=settings.num_anchored,
+        anchor=shape.build() if method.anchor_weight else None,
+        anchor_weight=method.anchor_weight,
     )
     if settings.train.checkpoint_activations:
         model.student.backbone.checkpoint_blocks()
@@ -148,6 +150,8 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
         _check_resumable(launched, state, now)
         meter.restore(state.meter)
     init = continued_pretraining.load_init(method, settings) if state is None and settings.model.init else None
+    if state is not None:
+        continued_pretraining.load_anchor(method, run)
     feed = Feed(
         source,
         machine.cpu_share() if data.num_workers is None else data.num_workers,
@@ -186,6 +190,8 @@ def record_start(job: Job, launched: Launch, compiled: CompileResult | None) -> 
         return
     # data.allow_changed holds for one start only
     data = job.settings.data.model_copy(update={"allow_changed": False})
+    if job.state is None:
+        continued_pretraining.save_anchor(job.method, run)
     run.write_settings(job.settings.model_copy(update={"data": data}))
     run.add_provenance(_provenance(job, launched, compiled))
     snapshot.remove_leftovers(run)

@@ -100,6 +100,12 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     teacher_rows = 2 * (1 + queries)
     student_rows = teacher_rows + views.num_local * (1 + local_queries) + masked
     teacher = 2 * (embed + body) + _head(settings, teacher_rows + patches, teacher_rows + masked)
+    if method.anchor_weight:  # the anchor on both global views, the student's patches, and similarities of both
+        patches_each, width = _patches(settings, views.global_size), settings.model.shape[0]
+        similarities = 2.0 * patches_each**2 * width
+        embed_anchor, body_anchor = _view(settings, views.global_size, 0, True)
+        teacher += 2 * (embed_anchor + body_anchor + similarities)
+        body = _view(settings, views.global_size, queries, True)[1] + similarities
     blocks = 2 * body + views.num_local * body_local
     # local [CLS] tokens are compared with the targets of anchored queries too
     forward = blocks + _head(settings, student_rows, student_rows + settings.num_anchored)
@@ -181,7 +187,8 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     dim, depth, _ = settings.model.shape
     count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
     # float32 weights of both branches, gradients and the two moments; bfloat16 copies of the student's weights
-    fixed = 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
+    anchor = 4 * count.backbone if method.anchor_weight else 0
+    fixed = anchor + 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
     prefix = 1 + settings.model.num_registers
     tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
