@@ -35,6 +35,8 @@ CASES: list[dict[str, Any]] = [
     {"query_keys": "patches", "num_queries": 9},
     {"query_keys": "all", "num_queries": 9},
     {"train_gain": False, "depth": 1, "center": "shared"},
+    {"anchor_weight": 1.0, "init": "weights.pth", "freeze_backbone_epochs": 0},
+    {"position_embedding": "rotary", "mlp": "gated", "num_registers": 4, "layer_scale": 0.1, "masked_weight": 1.0},
 ]
 IDS = [" ".join(f"{key}={value}" for key, value in case.items()) or "plain" for case in CASES]
 

@@ -43,6 +43,16 @@ def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: f
     return (soft_cross_entropy(targets, logits, temperature) * weights).sum()
 
 
+def anchor_loss(patches: Tensor, anchor: Tensor) -> Tensor:
+    """Return the mean squared difference of the similarities between the patches of each image, both B×N×D.
+
+    It is DINOv3's Gram anchoring: features may change, but not which patches of an image are alike.
+    """
+    with torch.autocast(patches.device.type, enabled=False):
+        student, fixed = (F.normalize(part.float(), dim=-1) for part in (patches, anchor))
+        return F.mse_loss(student @ student.mT, fixed @ fixed.mT)
+
+
 def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:
     """Return Sinkhorn-Knopp targets: rows sum to 1, and the batch of all processes uses all prototypes equally."""
     scaled = logits.float() / temperature

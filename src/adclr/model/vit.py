@@ -8,8 +8,7 @@ and queries, in this order; all but the queries are image tokens. State-dict key
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from adclr.model.blocks import (
     Attention,
     Block,
+    MlpKind,
     PatchEmbed,
     QueryKeys,
     RunBlock,
@@ -29,13 +29,22 @@ from adclr.model.blocks import (
     run_checkpointed,
     run_selectively_checkpointed,
     split_groups,
+    to_autocast_dtype,
 )
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import norm
+from adclr.model.ops.rotation import Rotation
+from adclr.model.positions import (
+    PositionEmbedding,
+    PositionResampling,
+    resampling_matrix,
+    rotation_of_groups,
+    rotation_of_windows,
+)
 
-# All bicubic: with antialiasing, without, or without and for a grid larger by OFFSET patches, as in DINO's code.
-PositionResampling = Literal["antialias", "plain", "offset"]
-POSITION_OFFSET = 0.1
+# options that a ViT of the same shape has too, see `VisionTransformer.like`
+LIKE: tuple[str, ...] = ("num_registers", "layer_scale", "query_keys", "position_resampling", "num_channels")
+LIKE += ("norm_eps", "query_read_only_blocks", "position_embedding", "mlp")
 
 
 class Tokens(NamedTuple):
@@ -64,33 +73,12 @@ class Memory(NamedTuple):
     tokens: Tokens
 
 
-def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return the tokens in the type of autocast, if it is on, so that blocks move and store half as many bytes."""
-    device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
-
-
-@lru_cache(maxsize=128)  # images of any size have many grids, and a matrix is a few MB
-def _resampling_matrix(
-    stored: tuple[int, int], target: tuple[int, int], mode: PositionResampling, device: torch.device
-) -> Tensor:
-    """Return the matrix that resamples a grid: on a GPU the gradient of `F.interpolate` is not deterministic."""
-    count = stored[0] * stored[1]
-    with torch.no_grad(), torch.inference_mode(False):
-        basis = torch.eye(count).view(count, 1, *stored)
-        if mode == "offset":
-            scale = [(new + POSITION_OFFSET) / old for new, old in zip(target, stored, strict=True)]
-            resampled = F.interpolate(basis, scale_factor=scale, mode="bicubic")
-        else:
-            resampled = F.interpolate(basis, size=target, mode="bicubic", antialias=mode == "antialias")
-        return resampled.view(count, -1).T.contiguous().to(device)
-
-
 class VisionTransformer(nn.Module):
     """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
 
     With registers `[CLS]` has no position embedding, as in timm's register models. `input_size` is the (height, width)
-    for which position embeddings are stored; any other size divisible by P works too.
+    for which position embeddings are stored; any other size divisible by P works too. Rotary positions, DINOv3's, are
+    not stored: they turn the attention queries and keys of patches, and attention keys have no bias.
     """
 
     def __init__(
@@ -109,10 +97,14 @@ class VisionTransformer(nn.Module):
         num_channels: int = 3,
         norm_eps: float = 1e-6,
         query_read_only_blocks: int = 0,
+        position_embedding: PositionEmbedding = "learned",
+        mlp: MlpKind = "plain",
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide the width {dim}")
+        if position_embedding == "rotary" and dim // num_heads % 4:
+            raise ValueError(f"rotary positions need heads whose width is divisible by 4, not {dim // num_heads}")
         if not 0 <= query_read_only_blocks <= depth:
             raise ValueError(f"query_read_only_blocks is {query_read_only_blocks} where there are {depth} blocks")
         if query_read_only_blocks and query_keys in ("image_and_self", "all"):
@@ -125,17 +117,20 @@ class VisionTransformer(nn.Module):
         self.query_keys: QueryKeys = query_keys
         self.query_read_only_blocks = query_read_only_blocks  # the last n; see `_clears_queries`
         self.position_resampling: PositionResampling = position_resampling
+        self.position_embedding: PositionEmbedding = position_embedding
+        self.mlp: MlpKind = mlp
         self.grid = self.grid_of(height, width)
         self.num_prefix = 1 + num_registers
-        self.positioned_prefix = 0 if num_registers else 1
+        learned = position_embedding == "learned"
+        self.positioned_prefix = 1 if learned and not num_registers else 0
         self.patch_embed = PatchEmbed(patch_size, num_channels, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
         positions = self.positioned_prefix + self.grid[0] * self.grid[1]
-        self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim)) if learned else None
         self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
         self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale, norm_eps)
+            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix, learned), layer_scale, norm_eps, mlp)
             for _ in range(depth)
         )
         self.drop_path = drop_path  # rate of the last block; linear from 0 in the first
@@ -161,20 +156,8 @@ class VisionTransformer(nn.Module):
 
     def like(self) -> VisionTransformer:
         """Return a ViT of the same shape with new weights, the baseline to compare these weights with."""
-        return VisionTransformer(
-            self.dim,
-            self.depth,
-            self.num_heads,
-            self.patch_size,
-            self.input_size,
-            self.num_registers,
-            self.layer_scale,
-            query_keys=self.query_keys,
-            position_resampling=self.position_resampling,
-            num_channels=self.num_channels,
-            norm_eps=self.norm_eps,
-            query_read_only_blocks=self.query_read_only_blocks,
-        )
+        shape = (self.dim, self.depth, self.num_heads, self.patch_size, self.input_size)
+        return VisionTransformer(*shape, **{name: getattr(self, name) for name in LIKE})
 
     def _clears_queries(self, block: int) -> bool:
         """Return whether query tokens are set to zero in this block, the first of the read-only ones.
@@ -188,10 +171,11 @@ class VisionTransformer(nn.Module):
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
         """Return the position embeddings of `[CLS]` (unless there are registers) and a grid of patches, resampled."""
+        assert self.pos_embed is not None, "rotary positions are no embeddings"
         if grid == self.grid:
             return self.pos_embed
         prefix, stored = self.pos_embed[:, : self.positioned_prefix], self.pos_embed[:, self.positioned_prefix :]
-        matrix = _resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
+        matrix = resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
         with torch.autocast(stored.device.type, enabled=False):
             return torch.cat([prefix, matrix.to(stored.dtype) @ stored], dim=1)
 
@@ -205,10 +189,23 @@ class VisionTransformer(nn.Module):
                 raise ValueError("this backbone was made without a mask token")
             x = torch.where(mask.unsqueeze(-1), self.mask_token.to(x.dtype), x)
         cls = self.cls_token.expand(batch, -1, -1)
-        positions = self.positions(grid)
-        if self.reg_token is None:
-            return torch.cat([cls, x], dim=1) + positions
-        return torch.cat([cls, self.reg_token.expand(batch, -1, -1), x + positions], dim=1)
+        if self.pos_embed is not None:
+            positions = self.positions(grid)
+            if self.reg_token is None:
+                return torch.cat([cls, x], dim=1) + positions
+            x = x + positions
+        registers = [] if self.reg_token is None else [self.reg_token.expand(batch, -1, -1)]
+        return torch.cat([cls, *registers, x], dim=1)
+
+    def _rotation(
+        self, images: Sequence[Tensor], groups: Sequence[Group], prefix: int | None = None
+    ) -> Rotation | None:
+        """Return the rotation of the tokens of images, one tensor for each group; None where positions are learned."""
+        if self.pos_embed is not None:
+            return None
+        grids = [self.grid_of(*tensor.shape[-2:]) for tensor in images]
+        prefix = self.num_prefix if prefix is None else prefix
+        return rotation_of_groups(grids, prefix, groups, self.dim // self.num_heads, images[0])
 
     def embed_queries(self, queries: Tensor) -> Tensor:
         """B×Q×C×P×P -> B×Q×D, with the projection of the patches and no position embedding."""
@@ -265,16 +262,17 @@ class VisionTransformer(nn.Module):
         embedded = [self._embed_sequences(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(group for _, group in embedded)
         keep_patches = tuple(item.patches for item in inputs)
-        x = _to_autocast_dtype(torch.cat([x for x, _ in embedded]))
+        x = to_autocast_dtype(torch.cat([x for x, _ in embedded]))
         if drop_path is None:
             drop_path = self._draw_drop_path(sum(group.sequences for group in groups), x.device)
         factors = self._drop_path_of_tokens(drop_path, groups)
+        turned = self._rotation([item.images for item in inputs], groups)
         normed = self.first_norm(x)
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             if self._clears_queries(i):
                 x = clear_queries(x, groups)
             last = i == self.depth - 1
-            x, normed = run((block, x, normed, groups, next_norm, factors[i], keep_patches if last else None))
+            x, normed = run((block, x, normed, groups, next_norm, factors[i], keep_patches if last else None, turned))
         groups = groups_without_patches(groups, keep_patches)
         return [
             self._name_tokens(tokens, group.image, patches)
@@ -315,12 +313,13 @@ class VisionTransformer(nn.Module):
         indices = [layer % self.depth for layer in indices]
         run = self.run_block if self.training else run_block
         x, group = self._embed_sequences(images, None, None)
-        x = _to_autocast_dtype(x)
+        x = to_autocast_dtype(x)
         normed = self.first_norm(x)
         factors = self._drop_path_of_tokens(drop_path, (group,))
+        turned = self._rotation([images], (group,))
         outputs = {}
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
-            x, normed = run((block, x, normed, (group,), next_norm, factors[i], None))
+            x, normed = run((block, x, normed, (group,), next_norm, factors[i], None, turned))
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
                 outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image)
@@ -337,32 +336,35 @@ class VisionTransformer(nn.Module):
         run = self.run_block if self.training else run_block
         order, windows = partition_windows(grid, side, batch, images.device)
         inverse, count = order.argsort(), grid[0] * grid[1]
-        x = _to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
+        x = to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         normed = self.first_norm(x)
         whole = (Group(batch, count, count),)
         factors = self._drop_path_of_tokens(drop_path, whole)
+        turned = self._rotation([images], whole, prefix=0)
+        turned_windows = None if turned is None else rotation_of_windows(turned, grid, side)
         outputs = {}
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             factor = factors[i]
             if i in layers:
-                x, normed = run((block, x, normed, whole, next_norm, factor, None))
+                x, normed = run((block, x, normed, whole, next_norm, factor, None, turned))
                 outputs[i] = (self.norm(x) if norm else x).unflatten(0, (batch, count))
             else:
                 factor = None if factor is None else factor[:, order]
-                x, normed = run((block, x[order], normed[order], windows, next_norm, factor, None))
+                x, normed = run((block, x[order], normed[order], windows, next_norm, factor, None, turned_windows))
                 x, normed = x[inverse], normed[inverse]
         return [outputs[layer] for layer in layers]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
         """Return the B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""
         x, group = self._embed_sequences(images, queries, None)
+        turned = self._rotation([images], (group,))
         normed = self.first_norm(x)
         for i, (layer, next_norm) in enumerate(self._blocks_and_norms()):
             if i == block % self.depth:
-                return layer.attn.weights(normed.view(*group[:2], self.dim), group.image)
+                return layer.attn.weights(normed.view(*group[:2], self.dim), group.image, turned)
             if self._clears_queries(i):
                 x = clear_queries(x, (group,))
-            x, normed = layer(x, normed, (group,), next_norm)
+            x, normed = layer(x, normed, (group,), next_norm, rotation=turned)
         raise AssertionError("a ViT has at least one block")
 
     # -- images first, queries later --
@@ -372,9 +374,10 @@ class VisionTransformer(nn.Module):
         if self.query_keys == "all":
             raise ValueError("with query_keys=all the image reads its queries, so it cannot be read before them")
         x = self.embed(images)
+        turned = self._rotation([images], (Group(len(x), x.shape[1], x.shape[1]),))
         keys, values = [], []
         for block in cast("list[Block]", self.blocks):
-            q, k, v = block.attn.split(block.norm1(x))
+            q, k, v = block.attn.split(block.norm1(x), turned)
             keys.append(k)
             values.append(v)
             x = block.think(x + block.ls1(block.attn.join(F.scaled_dot_product_attention(q, k, v))))
@@ -398,7 +401,8 @@ class VisionTransformer(nn.Module):
         query_keys = self.query_keys
         if queries is None:
             query_keys, x = "image", self.cls_token.expand(memory.keys[0].shape[0], -1, -1)
-            x = x + self.pos_embed[:, : self.positioned_prefix] if self.positioned_prefix else x
+            if self.pos_embed is not None and self.positioned_prefix:
+                x = x + self.pos_embed[:, :1]
         else:
             x = self.embed_queries(queries)
         attention = None
