@@ -42,7 +42,7 @@ def test_help_of_a_command_lists_its_settings_with_their_defaults(adclr: Adclr) 
         "views.num_queries ",
         "method.query_weight ",
         "--recipe",
-        "(auto | cpu | cuda)",
+        "(auto | cpu | cuda | mps)",
     ):
         assert line in text
     assert "temperature" in adclr("evaluate", "knn", "--help").stdout

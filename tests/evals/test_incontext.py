@@ -110,7 +110,7 @@ def test_images_of_many_sizes_do_not_all_wait(monkeypatch: pytest.MonkeyPatch) -
     """Of 40 images of 40 sizes no two make a batch; those that wait stay within what may be held."""
 
     class Sizes:
-        root, paths = Path("sizes"), [str(n) for n in range(40)]
+        root, paths, num_ahead = Path("sizes"), [str(n) for n in range(40)], 0
 
         def __len__(self) -> int:
             return 40

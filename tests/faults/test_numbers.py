@@ -184,7 +184,7 @@ def test_a_void_step_is_listed_and_replayed_to_the_image_and_the_operation(
     found = replay.replay_step(launch.prepare(None, run.path, resume=True), step)
     assert found["void"]
     assert [image["path"] for image in found["images"]] == [str(name)]
-    assert any(f"{room}.py" in found["first_operation"] for room in ("vit", "blocks", "norm", "mlp"))
+    assert any(f"{room}.py" in found["first_operation"] for room in ("vit", "blocks", "dispatch"))
     assert found["input_finite"]
     assert found["finite_in_float32"] is False
     assert found["weights_not_finite"] == []
