@@ -26,7 +26,8 @@ from torch import Tensor
 import adclr as package
 from adclr.config.parsing import UserError
 from adclr.features import reader
-from adclr.model.vit import PositionResampling, VisionTransformer
+from adclr.model.positions import PositionResampling
+from adclr.model.vit import VisionTransformer
 from adclr.weights import export as room
 from adclr.weights.backbone import Architecture, Description, architecture_of, load_weights, write_backbone
 from adclr.weights.export import export

@@ -129,6 +129,11 @@ class Model(Section):
     num_heads: Width | None = advanced(None, "heads instead of the size's")
     num_registers: int = advanced(0, "register tokens", ge=0, le=1024)
     layer_scale: Positive | None = advanced(None, "initial LayerScale; null: none")
+    class_attention: Annotated[int, Field(ge=0, le=100)] = advanced(
+        0,
+        "blocks after the others that alone have [CLS], which reads the patches there, as in SelfPatch, with 2; "
+        "0: [CLS] is in all blocks. Not with queries or registers, which stand beside [CLS] in the other blocks",
+    )
     drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(
         0.1, "drop path of the last block, linear in depth; student only"
     )
@@ -178,6 +183,17 @@ class Method(Section):
 
     query_weight: NonNegative = setting(0.5, "lambda, weight of the query loss")
     masked_weight: NonNegative = setting(0.0, "mu, weight of the masked-patch loss; 0: nothing is masked")
+    neighbor_weight: NonNegative = setting(
+        0.0,
+        "weight of SelfPatch's patch loss (0.1 there): a patch must predict the patches around it; "
+        "needs model.class_attention; 0: none",
+    )
+    num_neighbors: Annotated[int, Field(ge=1, le=8)] = advanced(
+        4, "of the eight patches around a patch, those most similar to it that its target is made of"
+    )
+    neighbor_prototypes: Annotated[int, Field(ge=2, le=2**24)] = advanced(
+        4096, "K of the second head, which the patch loss has for itself"
+    )
     queries_in_local_views: bool = advanced(False, "the student's local crops carry the queries too")
     center: Literal["separate", "shared"] = advanced(
         "separate", "one running center for each kind of token, or one for all: beside queries [CLS] collapses"
@@ -354,6 +370,7 @@ class Settings(Section):
                 "model.query_keys=all lets queries leak masked pixels; "
                 "set method.masked_weight=0 or another model.query_keys"
             )
+        self._check_class_attention()
         if self.optim.warmup_epochs >= self.train.epochs:
             raise ValueError(
                 f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
@@ -376,3 +393,28 @@ class Settings(Section):
                 f"set train.micro_batch_size={fits}"
             )
         return self
+
+    def _check_class_attention(self) -> None:
+        """Refuse combinations with class attention, or with the patch loss, that no method defines."""
+        blocks, neighbors = self.model.class_attention, self.method.neighbor_weight
+        refusals = (
+            (
+                blocks and (self.views.num_queries or self.model.num_registers),
+                "model.class_attention is for patches alone; set views.num_queries=0 and model.num_registers=0",
+            ),
+            (
+                neighbors and not blocks,
+                "method.neighbor_weight needs blocks in which a token reads given patches; set model.class_attention=2",
+            ),
+            (
+                neighbors and self.masked,
+                "method.neighbor_weight predicts what is around patches that are seen; set method.masked_weight=0",
+            ),
+            (
+                neighbors and self.method.target == "sinkhorn",
+                "method.neighbor_weight has centered targets; set method.target=center",
+            ),
+        )
+        for refused, sentence in refusals:
+            if refused:
+                raise ValueError(sentence)

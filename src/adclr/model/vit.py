@@ -2,14 +2,14 @@
 
 Shape letters of the whole package: B images, V views, Q queries, N patches, T tokens of a sequence, D width, H heads,
 K prototypes, C channels, R registers, P side of a patch in pixels. A sequence is `[CLS]`, registers if any, patches
-and queries, in this order; all but the queries are image tokens. State-dict keys are timm's.
+and queries, in this order; all but the queries are image tokens. With class attention the sequence has no `[CLS]`,
+which `class_attention.py` makes of the patches at the end. State-dict keys are timm's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,38 +30,19 @@ from adclr.model.blocks import (
     run_selectively_checkpointed,
     split_groups,
 )
+from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
 from adclr.model.ops.attention import Group
 from adclr.model.ops.norm import norm
+from adclr.model.positions import PositionResampling, resampling_matrix
+from adclr.model.tokens import Input as Input
+from adclr.model.tokens import Memory as Memory
+from adclr.model.tokens import Tokens as Tokens
 
-# All bicubic: with antialiasing, without, or without and for a grid larger by OFFSET patches, as in DINO's code.
-PositionResampling = Literal["antialias", "plain", "offset"]
-POSITION_OFFSET = 0.1
-
-
-class Tokens(NamedTuple):
-    """The output tokens by name, after the final norm."""
-
-    cls: Tensor  # B×D
-    patches: Tensor  # B×N×D; N is 0 where `Input.patches` is false
-    queries: Tensor | None  # B×Q×D
-    registers: Tensor | None  # B×R×D
-
-
-class Input(NamedTuple):
-    """The input of one forward pass."""
-
-    images: Tensor  # B×C×height×width
-    queries: Tensor | None = None  # B×Q×C×P×P
-    mask: Tensor | None = None  # B×N, true where a patch is masked
-    patches: bool = True  # whether to return patches and registers; without them the last block is cheaper
-
-
-class Memory(NamedTuple):
-    """Keys and values of images, as in a KV cache: enough to run any queries on them later."""
-
-    keys: list[Tensor]  # of each block, B×H×T×(D/H)
-    values: list[Tensor]
-    tokens: Tokens
+# the arguments that decide which function a network computes and of which weights
+SHAPE = (
+    *("dim", "depth", "num_heads", "patch_size", "input_size", "num_registers", "layer_scale", "query_keys"),
+    *("position_resampling", "num_channels", "norm_eps", "query_read_only_blocks", "class_attention"),
+)
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
@@ -70,27 +51,12 @@ def _to_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
-@lru_cache(maxsize=128)  # images of any size have many grids, and a matrix is a few MB
-def _resampling_matrix(
-    stored: tuple[int, int], target: tuple[int, int], mode: PositionResampling, device: torch.device
-) -> Tensor:
-    """Return the matrix that resamples a grid: on a GPU the gradient of `F.interpolate` is not deterministic."""
-    count = stored[0] * stored[1]
-    with torch.no_grad(), torch.inference_mode(False):
-        basis = torch.eye(count).view(count, 1, *stored)
-        if mode == "offset":
-            scale = [(new + POSITION_OFFSET) / old for new, old in zip(target, stored, strict=True)]
-            resampled = F.interpolate(basis, scale_factor=scale, mode="bicubic")
-        else:
-            resampled = F.interpolate(basis, size=target, mode="bicubic", antialias=mode == "antialias")
-        return resampled.view(count, -1).T.contiguous().to(device)
-
-
 class VisionTransformer(nn.Module):
     """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
 
     With registers `[CLS]` has no position embedding, as in timm's register models. `input_size` is the (height, width)
-    for which position embeddings are stored; any other size divisible by P works too.
+    for which position embeddings are stored; any other size divisible by P works too. With `class_attention` blocks,
+    `[CLS]` is made by them at the end, of the patches alone; LayerScale begins at 1 in them if there is none elsewhere.
     """
 
     def __init__(
@@ -109,6 +75,7 @@ class VisionTransformer(nn.Module):
         num_channels: int = 3,
         norm_eps: float = 1e-6,
         query_read_only_blocks: int = 0,
+        class_attention: int = 0,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -117,6 +84,8 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"query_read_only_blocks is {query_read_only_blocks} where there are {depth} blocks")
         if query_read_only_blocks and query_keys in ("image_and_self", "all"):
             raise ValueError(f"query_read_only_blocks needs queries that do not attend to queries, not {query_keys=}")
+        if class_attention and num_registers:
+            raise ValueError(f"class attention has no registers, and num_registers is {num_registers}")
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
@@ -126,8 +95,9 @@ class VisionTransformer(nn.Module):
         self.query_read_only_blocks = query_read_only_blocks  # the last n; see `_clears_queries`
         self.position_resampling: PositionResampling = position_resampling
         self.grid = self.grid_of(height, width)
-        self.num_prefix = 1 + num_registers
-        self.positioned_prefix = 0 if num_registers else 1
+        self.class_attention = class_attention
+        self.num_prefix = 0 if class_attention else 1 + num_registers
+        self.positioned_prefix = 0 if num_registers or class_attention else 1
         self.patch_embed = PatchEmbed(patch_size, num_channels, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
@@ -137,6 +107,9 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale, norm_eps)
             for _ in range(depth)
+        )
+        self.blocks_token_only = nn.ModuleList(
+            ClassAttentionBlock(dim, num_heads, layer_scale or 1.0, norm_eps) for _ in range(class_attention)
         )
         self.drop_path = drop_path  # rate of the last block; linear from 0 in the first
         self.run_block: RunBlock = run_block  # for `forward_many`
@@ -161,20 +134,7 @@ class VisionTransformer(nn.Module):
 
     def like(self) -> VisionTransformer:
         """Return a ViT of the same shape with new weights, the baseline to compare these weights with."""
-        return VisionTransformer(
-            self.dim,
-            self.depth,
-            self.num_heads,
-            self.patch_size,
-            self.input_size,
-            self.num_registers,
-            self.layer_scale,
-            query_keys=self.query_keys,
-            position_resampling=self.position_resampling,
-            num_channels=self.num_channels,
-            norm_eps=self.norm_eps,
-            query_read_only_blocks=self.query_read_only_blocks,
-        )
+        return VisionTransformer(**{name: getattr(self, name) for name in SHAPE})
 
     def _clears_queries(self, block: int) -> bool:
         """Return whether query tokens are set to zero in this block, the first of the read-only ones.
@@ -187,25 +147,27 @@ class VisionTransformer(nn.Module):
     # -- embedding --
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
-        """Return the position embeddings of `[CLS]` (unless there are registers) and a grid of patches, resampled."""
+        """Return the position embeddings of `[CLS]`, if it has one, and a grid of patches, resampled."""
         if grid == self.grid:
             return self.pos_embed
         prefix, stored = self.pos_embed[:, : self.positioned_prefix], self.pos_embed[:, self.positioned_prefix :]
-        matrix = _resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
+        matrix = resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
         with torch.autocast(stored.device.type, enabled=False):
             return torch.cat([prefix, matrix.to(stored.dtype) @ stored], dim=1)
 
     def embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the image tokens, B×(1+R+N)×D."""
+        """Return the image tokens, B×(1+R+N)×D, with class attention B×N×D."""
         batch = images.shape[0]
         grid = self.grid_of(images.shape[2], images.shape[3])
-        x = self.patch_embed(images)
+        x: Tensor = self.patch_embed(images)
         if mask is not None:
             if self.mask_token is None:
                 raise ValueError("this backbone was made without a mask token")
             x = torch.where(mask.unsqueeze(-1), self.mask_token.to(x.dtype), x)
-        cls = self.cls_token.expand(batch, -1, -1)
         positions = self.positions(grid)
+        if self.class_attention:
+            return x + positions
+        cls = self.cls_token.expand(batch, -1, -1)
         if self.reg_token is None:
             return torch.cat([cls, x], dim=1) + positions
         return torch.cat([cls, self.reg_token.expand(batch, -1, -1), x + positions], dim=1)
@@ -226,14 +188,14 @@ class VisionTransformer(nn.Module):
             x = torch.cat([x, self.embed_queries(queries)], dim=1)
         return x.flatten(0, 1), Group(x.shape[0], x.shape[1], num_image)
 
-    def _name_tokens(self, x: Tensor, num_image: int, patches: bool = True) -> Tokens:
+    def _name_tokens(self, x: Tensor, num_image: int, patches: bool = True, cls: Tensor | None = None) -> Tokens:
+        """Return normed tokens by name; `cls` where it is not among them, but made by class attention."""
+        queries = x[:, num_image:] if x.shape[1] > num_image else None
+        if cls is not None:
+            return Tokens(cls, x[:, : num_image if patches else 0], queries, None)
         prefix = self.num_prefix if patches else 1
-        return Tokens(
-            cls=x[:, 0],
-            patches=x[:, prefix:num_image],
-            queries=x[:, num_image:] if x.shape[1] > num_image else None,
-            registers=x[:, 1:prefix] if prefix > 1 else None,
-        )
+        registers = x[:, 1:prefix] if prefix > 1 else None
+        return Tokens(x[:, 0], x[:, prefix:num_image], queries, registers)
 
     # -- drop path --
 
@@ -273,13 +235,34 @@ class VisionTransformer(nn.Module):
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             if self._clears_queries(i):
                 x = clear_queries(x, groups)
-            last = i == self.depth - 1
-            x, normed = run((block, x, normed, groups, next_norm, factors[i], keep_patches if last else None))
+            needed = keep_patches if i == self.depth - 1 and not self.class_attention else None
+            x, normed = run((block, x, normed, groups, next_norm, factors[i], needed))
+        if self.class_attention:
+            parts = zip(inputs, split_groups(x, groups), split_groups(normed, groups), groups, strict=True)
+            return [self._add_cls(item, tokens, last, group.image) for item, tokens, last, group in parts]
         groups = groups_without_patches(groups, keep_patches)
         return [
             self._name_tokens(tokens, group.image, patches)
             for tokens, group, patches in zip(split_groups(normed, groups), groups, keep_patches, strict=True)
         ]
+
+    def _add_cls(self, item: Input, x: Tensor, normed: Tensor, num_image: int) -> Tokens:
+        """Return the tokens of one input, B×T×D before and after the final norm, with `[CLS]` by class attention."""
+        patches, neighbors = x[:, :num_image], None
+        if item.num_neighbors:
+            grid = self.grid_of(item.images.shape[2], item.images.shape[3])
+            neighbors = select_neighbors(patches, grid, item.num_neighbors)
+        cls, around = read_patches(self.class_blocks, self.cls_token[0], patches, neighbors)
+        tokens = self._name_tokens(normed, num_image, item.patches, self._final_norm(cls))
+        return tokens if around is None else tokens._replace(neighbors=self._final_norm(around).view_as(patches))
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+
+    @property
+    def class_blocks(self) -> list[ClassAttentionBlock]:
+        """Return the class-attention blocks; none where `[CLS]` goes through all blocks."""
+        return cast("list[ClassAttentionBlock]", list(self.blocks_token_only))
 
     def _blocks_and_norms(self) -> Iterator[tuple[Block, nn.LayerNorm]]:
         """Yield each block with the norm that follows it: the `norm1` of the next block, or the final norm."""
@@ -309,7 +292,8 @@ class VisionTransformer(nn.Module):
     ) -> list[Tokens]:
         """Return the tokens after each of the blocks `layers` (or the last n), through the final norm if `norm`.
 
-        `drop_path`, depth×2×B, are the factors of drop path. In training blocks run as in `forward_many`.
+        `drop_path`, depth×2×B, are the factors of drop path. In training blocks run as in `forward_many`. With class
+        attention `[CLS]` is as if the trunk ended at that block.
         """
         indices = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         indices = [layer % self.depth for layer in indices]
@@ -323,7 +307,11 @@ class VisionTransformer(nn.Module):
             x, normed = run((block, x, normed, (group,), next_norm, factors[i], None))
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
-                outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image)
+                cls = None
+                if self.class_attention:
+                    cls, _ = read_patches(self.class_blocks, self.cls_token[0], x.view(*group[:2], self.dim))
+                    cls = self.norm(cls) if norm else cls
+                outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image, cls=cls)
         return [outputs[i] for i in indices]
 
     def in_windows(
@@ -378,7 +366,13 @@ class VisionTransformer(nn.Module):
             keys.append(k)
             values.append(v)
             x = block.think(x + block.ls1(block.attn.join(F.scaled_dot_product_attention(q, k, v))))
-        return Memory(keys, values, self._name_tokens(self.norm(x), x.shape[1]))
+        cls = None
+        if self.class_attention:
+            projected = [class_block.project(x) for class_block in self.class_blocks]
+            keys += [k for k, _ in projected]
+            values += [v for _, v in projected]
+            cls = self.norm(read_patches(self.class_blocks, self.cls_token[0], x)[0])
+        return Memory(keys, values, self._name_tokens(self.norm(x), x.shape[1], cls=cls))
 
     def ask(self, memory: Memory, queries: Tensor) -> Tensor:
         """Return B×Q×D, the tokens that `forward` returns for these queries, at the cost of the queries alone."""
@@ -393,9 +387,17 @@ class VisionTransformer(nn.Module):
         """Return (attention of the queries in a block, B×H×Q×T, see `Attention.cross_attention`; the result of `ask`).
 
         Without queries it is the attention of `[CLS]`, at the cost of one token instead of the T×T of `attention`: like
-        a query, it attends to the image tokens only. A temperature above 1 flattens the returned attention.
+        a query, it attends to the image tokens only. With class attention it is that of the class-attention blocks,
+        counted from the end: only the last ones have `[CLS]`. A temperature above 1 flattens the returned attention.
         """
         query_keys = self.query_keys
+        if queries is None and self.class_attention:
+            back = block % self.depth - self.depth  # -1: the last
+            if back < -self.class_attention:
+                raise ValueError(f"[CLS] is in the last {self.class_attention} blocks only")
+            projected = memory.keys[self.depth :], memory.values[self.depth :]
+            cls_maps, cls = cls_attention(self.class_blocks, self.cls_token[0], *projected, back, temperature)
+            return cls_maps, self.norm(cls).unsqueeze(1)
         if queries is None:
             query_keys, x = "image", self.cls_token.expand(memory.keys[0].shape[0], -1, -1)
             x = x + self.pos_embed[:, : self.positioned_prefix] if self.positioned_prefix else x
@@ -411,5 +413,6 @@ class VisionTransformer(nn.Module):
         return attention, self.norm(x)
 
     def _blocks_and_memory(self, memory: Memory) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Yield each block with the keys and values of its image tokens."""
-        yield from zip(cast("list[Block]", self.blocks), memory.keys, memory.values, strict=True)
+        """Yield each block of the trunk with the keys and values of its image tokens."""
+        blocks = cast("list[Block]", self.blocks)
+        yield from zip(blocks, memory.keys[: self.depth], memory.values[: self.depth], strict=True)

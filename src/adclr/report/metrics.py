@@ -26,6 +26,9 @@ LOSSES = {
     "loss_global": Metric("Global loss", "DINO's: [CLS] of one view against the teacher's of another", floor=0),
     "loss_query": Metric("Query loss", "ADCLR's: a query's answer in one view against that in the other", floor=0),
     "loss_masked": Metric("Masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
+    "loss_neighbor": Metric(
+        "Neighbor loss", "SelfPatch's: each patch against the teacher's patches around it", floor=0
+    ),
 }
 SCORES = {
     "knn_top1": Metric("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe"),

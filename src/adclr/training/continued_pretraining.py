@@ -35,7 +35,7 @@ from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # Settings that the shapes of the tensors fix; and those of KEPT, which are taken over unless the user sets them.
-FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels")
+FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels", "model.class_attention")
 RULES = ("model.query_keys", "model.query_read_only_blocks", "model.position_resampling", "model.norm_eps")
 KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
 FEATURES = "start_features.safetensors"  # in a run: features of a few images at the start, and their keys

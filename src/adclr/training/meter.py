@@ -13,7 +13,8 @@ from torch import Tensor
 from adclr.system import distributed
 
 # the order of `method.Losses`
-LOSS_NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "teacher_entropy")
+LOSS_NAMES = ("loss", "loss_global", "loss_query", "loss_masked", "loss_neighbor", "teacher_entropy")
+ADDED = LOSS_NAMES.index("loss_neighbor")  # after version 0.1: its checkpoints have numbers for the others
 Step = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True)]
 Loss = Number | None
@@ -23,12 +24,17 @@ class _State(BaseModel, extra="forbid"):
     """The state of a meter in a checkpoint, as `Meter.decoder` returns it."""
 
     sums: Annotated[list[Number], Field(min_length=len(LOSS_NAMES) + 2, max_length=len(LOSS_NAMES) + 2)]
-    void: list[tuple[Step, Loss, Loss, Loss, Loss, Loss]]  # by `LOSS_NAMES`
+    void: list[tuple[Step, Loss, Loss, Loss, Loss, Loss, Loss]]  # by `LOSS_NAMES`
     last_void: Annotated[int, Field(strict=True, ge=0)] = 0  # missing in the first checkpoints of 0.1
 
 
 def check_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a meter's state as it is; raise pydantic's error if it is not one."""
+    """Return a meter's state with all of today's losses; raise pydantic's error if it is not one."""
+    sums = state.get("sums")
+    if isinstance(sums, list) and len(sums) == len(LOSS_NAMES) + 1 and isinstance(state.get("void"), list):
+        # a step of version 0.1 has a loss less
+        void = [[*row[: 1 + ADDED], 0.0, *row[1 + ADDED :]] if isinstance(row, list) else row for row in state["void"]]
+        state = state | {"sums": [*sums[:ADDED], 0.0, *sums[ADDED:]], "void": void}
     _State.model_validate(state)
     return state
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model import optim
-from adclr.model.method import ADCLR
+from adclr.model.method import ADCLR, Losses
 from adclr.model.view_tensors import Views
 from adclr.system import distributed
 from adclr.system.devices import send
@@ -97,7 +97,9 @@ class Step:
         lr, weight_decay, momentum, temperature, query_temperature = numbers
         losses = self.accumulate_gradients(views, temperature, query_temperature)
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
-        frozen_parameters = [*student.head.last_layer.parameters()] if freeze_last_layer else []
+        frozen_parameters = []
+        if freeze_last_layer:
+            frozen_parameters = [p for head in student.heads for p in head.last_layer.parameters()]
         for parameter in [*frozen_parameters, *(student.backbone.parameters() if freeze_backbone else ())]:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, ShardedAdamW):
@@ -114,7 +116,7 @@ class Step:
 
         Views are taken one by one, so that few are in memory.
         """
-        model, sums = self.model, torch.zeros(5, device=self.device)
+        model, sums = self.model, torch.zeros(len(Losses._fields), device=self.device)
         for number, batch in enumerate(views):
             last = number == self.accumulate - 1
             if self.sharded:

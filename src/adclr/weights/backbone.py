@@ -32,6 +32,9 @@ from adclr.weights import layouts, origins, snapshot
 from adclr.weights.origins import StoredWeights
 from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
+# what the descriptions of earlier versions of this program do not say
+ADDED = {"norm_eps", "class_attention"}
+
 
 class Architecture(Section):
     """The architecture of a backbone: the arguments of `VisionTransformer`."""
@@ -54,6 +57,7 @@ class Architecture(Section):
     query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="see model.query_read_only_blocks"
     )
+    class_attention: Annotated[int, Field(ge=0, le=100)] = Field(0, description="see model.class_attention")
 
     def build(self, drop_path: float = 0.0, mask_token: bool = False) -> VisionTransformer:
         """Return a new network of this architecture."""
@@ -187,7 +191,7 @@ def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
         raise UserError(f"{description} is missing; it lies beside {path.name} and says what the weights are")
     stored = origins.from_file(path, branch)
     shape = stored.description.get("architecture")
-    return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - {"norm_eps"} <= shape.keys()
+    return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - ADDED <= shape.keys()
 
 
 def _find_in_run(path: Path) -> StoredWeights:

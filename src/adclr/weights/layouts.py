@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adclr.config.parsing import UserError
-from adclr.model.vit import PositionResampling
+from adclr.model.positions import PositionResampling
 
 # The one tensor that every layout has: the part of its name before this is the prefix of the backbone.
 PLAIN_ANCHOR, HF_ANCHOR = "patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.blocks import Block
-from adclr.model.vit import POSITION_OFFSET, PositionResampling, VisionTransformer
+from adclr.model.positions import POSITION_OFFSET, PositionResampling
+from adclr.model.vit import VisionTransformer
 from adclr.system import optional
 
 ONE_FILE = 1_500_000_000  # bytes; a file of ONNX ends at 2 GiB, beyond which weights are in a second file
