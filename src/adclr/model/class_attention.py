@@ -18,10 +18,6 @@ from torch import Tensor, nn
 from adclr.model.blocks import Mlp
 from adclr.model.ops.norm import add_norm, norm
 
-# For fewer keys PyTorch's kernels of attention are wasteful: they fill tiles of 16 keys or more, and take at most 65535
-# sequences, where the neighbors of all patches of a batch are several times as many.
-MIN_KERNEL_KEYS = 16
-
 
 class ClassAttention(nn.Module):
     """Multi-head attention of one token to itself and to the patches of its sequence."""
@@ -34,10 +30,14 @@ class ClassAttention(nn.Module):
         self.v = nn.Linear(dim, dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, token: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return what tokens B×D, or the one token 1×D of all sequences, read from keys and values B×S×D, as B×D."""
+    def forward(self, token: Tensor, keys: Tensor, values: Tensor, few: bool = False) -> Tensor:
+        """Return what tokens B×D, or the one token 1×D of all sequences, read from keys and values B×S×D, as B×D.
+
+        For `few` keys PyTorch's kernels of attention are wasteful, which fill tiles of 16 keys or more, and take at
+        most 65535 sequences, where the neighbors of all patches of a batch are several times as many.
+        """
         q, own_key, own_value = self.q(token), self.k(token), self.v(token)
-        if keys.shape[1] < MIN_KERNEL_KEYS:
+        if few:
             read = self._read_few(q, own_key, own_value, keys, values)
         else:
             size = (keys.shape[0], 1, keys.shape[2])
@@ -93,9 +93,9 @@ class ClassAttentionBlock(nn.Module):
         """Return the `norm1` of tokens M×D."""
         return norm(token, self.norm1.weight, self.norm1.bias, self.norm1.eps)
 
-    def forward(self, token: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def forward(self, token: Tensor, keys: Tensor, values: Tensor, few: bool = False) -> Tensor:
         """Return tokens B×D that have read keys and values B×S×D; `token` is B×D, or 1×D for all sequences."""
-        read = self.attn(self.norm_token(token), keys, values) * self.gamma_1
+        read = self.attn(self.norm_token(token), keys, values, few) * self.gamma_1
         weight, bias, eps = self.norm2.weight, self.norm2.bias, self.norm2.eps
         token, normed = add_norm(token.expand(read.shape), read, None, weight, bias, eps)
         thought = cast(Tensor, self.mlp(normed)) * self.gamma_2
@@ -115,7 +115,7 @@ def read_patches(
         keys, values = block.project(patches)
         cls = block(cls, keys, values)
         if neighbors is not None:
-            token = block(token, keys.flatten(0, 1)[neighbors], values.flatten(0, 1)[neighbors])
+            token = block(token, keys.flatten(0, 1)[neighbors], values.flatten(0, 1)[neighbors], few=True)
     return cls, None if neighbors is None else token
 
 

@@ -50,14 +50,14 @@ def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: f
     return (soft_cross_entropy(targets, logits, temperature) * weights).sum()
 
 
-def neighbor_weights(batch: int, patches: Sequence[int], num_views: Sequence[int], device: torch.device) -> Tensor:
+def neighbor_weights(batch: int, patches: Sequence[int], num_views: Sequence[int], like: Tensor) -> Tensor:
     """Return the weight of every patch in the neighbor loss, 1 / (its view's patches · B · V).
 
     `patches` and `num_views` are those of the views of each size; so every view counts the same.
     """
     views = sum(num_views)
     sizes = zip(patches, num_views, strict=True)
-    return torch.cat([torch.full((n * count * batch,), 1 / (n * batch * views), device=device) for n, count in sizes])
+    return torch.cat([like.new_full((n * count * batch,), 1 / (n * batch * views)) for n, count in sizes])
 
 
 def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:

@@ -308,7 +308,7 @@ class ADCLR(nn.Module):
         crops = [part for part in (views.global_crops, views.local_crops) if part is not None]
         grids = [self.student.backbone.grid_of(part.shape[3], part.shape[4]) for part in crops]
         patches, num_views = [rows * columns for rows, columns in grids], [len(part) for part in crops]
-        return neighbor_weights(views.global_crops.shape[1], patches, num_views, views.global_crops.device)
+        return neighbor_weights(views.global_crops.shape[1], patches, num_views, views.global_crops)
 
     # -- losses with kernels --
 

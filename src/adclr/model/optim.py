@@ -34,12 +34,14 @@ def layer_decay_groups(
 
     Layer 0 is the embedding, block i is layer i + 1, the final norm and the head are layer depth + 1; the learning rate
     of a layer is `layer_decay` times that of the next. Tokens, position embeddings, norms and biases have no weight
-    decay.
+    decay. Class-attention blocks, and with them `[CLS]`, are of the last layer too.
     """
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
-    for name, parameter in named:
+    parameters = list(named)
+    at_the_end = ("cls_token",) if any(name.startswith("blocks_token_only.") for name, _ in parameters) else ()
+    for name, parameter in parameters:
         first, _, rest = name.partition(".")
-        if first in (*UNDECAYED, "patch_embed"):
+        if first in (*UNDECAYED, "patch_embed") and first not in at_the_end:
             layer = 0
         else:
             layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1

@@ -387,14 +387,12 @@ class VisionTransformer(nn.Module):
         """Return (attention of the queries in a block, B×H×Q×T, see `Attention.cross_attention`; the result of `ask`).
 
         Without queries it is the attention of `[CLS]`, at the cost of one token instead of the T×T of `attention`: like
-        a query, it attends to the image tokens only. With class attention it is that of the class-attention blocks,
-        counted from the end: only the last ones have `[CLS]`. A temperature above 1 flattens the returned attention.
+        a query, it attends to the image tokens only. With class attention, whose blocks alone have `[CLS]`, blocks are
+        counted from the end, and those before have the first. A temperature above 1 flattens the returned attention.
         """
         query_keys = self.query_keys
         if queries is None and self.class_attention:
-            back = block % self.depth - self.depth  # -1: the last
-            if back < -self.class_attention:
-                raise ValueError(f"[CLS] is in the last {self.class_attention} blocks only")
+            back = max(-self.class_attention, block % self.depth - self.depth)  # -1: the last
             projected = memory.keys[self.depth :], memory.values[self.depth :]
             cls_maps, cls = cls_attention(self.class_blocks, self.cls_token[0], *projected, back, temperature)
             return cls_maps, self.norm(cls).unsqueeze(1)

@@ -97,6 +97,7 @@ def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
 
 
 def _timm(weights: Weights, folder: Path) -> Export:
+    _refuse_class_attention(weights, "timm")
     vit = weights.vit
     name, arguments = _timm_arguments(vit)
     _write(folder / "model.safetensors", _state(vit))
@@ -187,6 +188,7 @@ def _with_registers(vit: VisionTransformer) -> bool:
 
 
 def _huggingface(weights: Weights, folder: Path) -> Export:
+    _refuse_class_attention(weights, "Hugging Face")
     vit = weights.vit
     (height, width), registers = vit.input_size, _with_registers(vit)
     if height != width:
@@ -294,6 +296,13 @@ cls, patches = session.run(["cls", "patches"], {"images": images})  # float32, a
 ```
 """
     return Export("onnx", usage, reader)
+
+
+def _refuse_class_attention(weights: Weights, program: str) -> None:
+    if weights.vit.class_attention:
+        raise UserError(
+            f"{program} has no ViT whose [CLS] is made by class attention at the end; export to onnx or safetensors"
+        )
 
 
 WRITERS: dict[str, Callable[[Weights, Path], Export]] = {

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.blocks import Block
+from adclr.model.class_attention import read_patches
 from adclr.model.positions import POSITION_OFFSET, PositionResampling
 from adclr.model.vit import VisionTransformer
 from adclr.system import optional
@@ -70,16 +71,22 @@ class Portable(nn.Module):
         vit = self.vit
         x = vit.patch_embed.proj(images)
         x = (x + self._positions(x.shape[2], x.shape[3])).flatten(2).transpose(1, 2)
+        if vit.class_attention:
+            x = self._run_blocks(x)
+            cls, _ = read_patches(vit.class_blocks, vit.cls_token[0], x)
+            return vit.norm(cls), vit.norm(x)
         prefix = vit.cls_token + vit.pos_embed[:, :1] if vit.positioned_prefix else vit.cls_token
         if vit.reg_token is not None:
             prefix = torch.cat([prefix, vit.reg_token], dim=1)
-        x = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
-        for block in vit.blocks:
+        x = vit.norm(self._run_blocks(torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)))
+        return x[:, 0], x[:, vit.num_prefix :]
+
+    def _run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.vit.blocks:
             assert isinstance(block, Block)
             mixed = F.scaled_dot_product_attention(*block.attn.split(block.norm1(x)))
             x = block.think(x + block.ls1(block.attn.join(mixed)))
-        x = vit.norm(x)
-        return x[:, 0], x[:, vit.num_prefix :]
+        return x
 
     def _positions(self, height: int, width: int) -> Tensor:
         """Return the positions of a grid, D×height×width."""
