@@ -106,7 +106,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str
         left += origin.pop("reg_token")
     unknown = [key for key in state if not _is_ours(key)]
     return NamedTensors(
-        {key: _check_numbers(origin[key][0], state[key], path) for key in state if key not in unknown},
+        {key: _check_numbers((*origin[key], key)[0], state[key], path) for key in state if key not in unknown},
         layout,
         {key: full for key, full in origin.items() if key not in unknown},
         tuple(left),
@@ -172,7 +172,7 @@ def _add_layer_scale(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]
     for key in [key for key in state if re.search(r"^blocks_token_only\.\d+\.norm[12]\.bias$", key)]:
         gamma = re.sub(r"norm([12])\.bias$", r"gamma_\1", key)
         if gamma not in state:
-            state[gamma], origin[gamma] = torch.ones_like(state[key]), ()
+            state[gamma], origin[gamma] = torch.ones(state[key].shape), ()
 
 
 def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: Iterable[str]) -> Layout:
