@@ -1,0 +1,188 @@
+"""A run of SelfPatch, from the command line to all that uses its weights; resumed, on two processes, continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import adclr as package
+from adclr import cli
+from adclr.config.parsing import UserError
+from adclr.report.metrics import LOSSES
+from adclr.study.study_file import read_study
+from adclr.system.runs import Run
+from adclr.training.meter import LOSS_NAMES, check_state
+from studied import SMALL
+from tiny import TINY, words
+
+CHANGES: dict[str, Any] = TINY | {
+    "views.num_queries": 0,
+    "views.local_size": 12,
+    "model.drop_path": 0.0,
+    "method.neighbor_prototypes": 24,
+    "optim.freeze_last_layer_epochs": 0.5,
+    "train.checkpoint_every_steps": 3,
+    "train.keep_checkpoints": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of the shipped recipe, as a user starts it."""
+    out = tmp_path_factory.mktemp("selfpatch") / "run"
+    cli.main(["pretrain", str(images / "train"), "--out", str(out), "--recipe", "selfpatch_small", *words(CHANGES)])
+    return Run(out)
+
+
+def test_a_run_trains_both_losses_and_its_parts_are_there(run: Run) -> None:
+    rows = [row for row in run.rows("metrics.jsonl") if "loss" in row]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["loss_global"] + 0.1 * row["loss_neighbor"], rel=1e-5)
+        assert row["loss_query"] == row["loss_masked"] == 0
+    folder = run.checkpoints / "latest"
+    centers, student = (load_file(folder / f"{part}.safetensors") for part in ("centers", "student"))
+    assert centers["neighbor.value"].shape == (24,)
+    assert centers["neighbor.value"].abs().sum() > 0
+    assert student["patch_head.last_layer.direction"].shape == (24, 8)
+    exported = load_file(run.path / "backbone.safetensors")
+    assert "blocks_token_only.1.gamma_2" in exported
+    assert exported["pos_embed"].shape == (1, 16, 16)
+    assert not [name for name in exported if "head" in name]
+    assert "loss_neighbor" in LOSSES
+
+
+def test_every_command_takes_the_weights(run: Run, images: Path, tmp_path: Path) -> None:
+    data, photos, weights = str(images), str(images / "val"), str(run.path)
+    for name, more in (("knn", []), ("linear", ["epochs=2"]), ("finetune", ["epochs=1", "pool=mean_patch"])):
+        out = tmp_path / f"{name}.json"
+        cli.main(["evaluate", name, "--weights", weights, "--data", data, "--out", str(out), "device=cpu", *more])
+        assert json.loads(out.read_text())["scores"]
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    cli.main(["embed", weights, photos, "--out", str(tmp_path / "features.parquet"), "device=cpu", "vector=both"])
+    assert parquet.read_table(tmp_path / "features.parquet").num_rows == 16
+    for name in ("attention", "queries", "pca"):
+        out = tmp_path / name
+        cli.main(["visualize", name, weights, photos, "--out", str(out), "device=cpu", "num_images=2"])
+        with Image.open(out / f"{name}.png") as picture:
+            assert picture.width > 100
+    with pytest.raises(SystemExit):
+        cli.main(["visualize", "attention", weights, photos, "--out", str(tmp_path / "no"), "block=7"])
+    cli.main(["export", weights, "--to", "safetensors", "--out", str(tmp_path / "exported")])
+    assert "by SelfPatch" in (tmp_path / "exported" / "README.md").read_text()
+    pictures = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        ours, theirs = package.load(run.path)(pictures), package.load(tmp_path / "exported")(pictures)
+    assert torch.equal(ours.cls, theirs.cls)
+
+
+def test_the_embedding_is_the_token_of_class_attention(run: Run) -> None:
+    vit = package.load(run.path)
+    assert vit.class_attention == 2
+    picture = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        before = vit(picture)
+        for parameter in vit.class_blocks[1].parameters():
+            parameter.zero_()
+        after = vit(picture)
+    assert not torch.allclose(before.cls, after.cls)
+    assert torch.equal(before.patches, after.patches)
+
+
+def assert_same_end(a: Path, b: Path, exactly: bool) -> None:
+    for part in ("student", "teacher", "centers"):
+        left, right = (load_file(path / f"checkpoints/step_8/{part}.safetensors") for path in (a, b))
+        assert left.keys() == right.keys()
+        for name, tensor in left.items():
+            if exactly:
+                assert torch.equal(tensor, right[name]), name
+            else:
+                torch.testing.assert_close(tensor, right[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_ends_as_the_whole_one(run: Run, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(run.path, part, symlinks=True)
+    for name in ("results.json", "backbone.safetensors", "backbone.json"):
+        (part / name).unlink()
+    for step in (6, 8):
+        shutil.rmtree(part / f"checkpoints/step_{step}")
+    cli.main(["pretrain", "--resume", "--out", str(part)])
+    starts = json.loads((part / "provenance.json").read_text())
+    assert [start["from_step"] for start in starts] == [0, 3]
+    assert_same_end(run.path, part, exactly=True)
+
+
+def test_two_processes_with_spread_weights_and_accumulation_train_as_one(
+    run: Run, images: Path, tmp_path: Path
+) -> None:
+    changes = CHANGES | {"train.shard": True, "train.micro_batch_size": 2}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adclr", "pretrain"]
+    arguments = [str(images / "train"), "--out", str(tmp_path / "two"), "--recipe", "selfpatch_small", *words(changes)]
+    both = subprocess.run(
+        [sys.executable, *command, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert both.returncode == 0, both.stderr
+    rows = [list(Run(path).rows("metrics.jsonl")) for path in (run.path, tmp_path / "two")]
+    for a, b in zip(*rows, strict=True):
+        for name in ("loss", "loss_global", "loss_neighbor"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
+    assert_same_end(run.path, tmp_path / "two", exactly=False)
+
+
+def test_pretraining_goes_on_from_its_weights(run: Run, images: Path, tmp_path: Path) -> None:
+    changes = CHANGES | {"train.epochs": 1, "optim.warmup_epochs": 0, "optim.freeze_backbone_epochs": 0.5}
+    changes = {name: value for name, value in changes.items() if not name.startswith("model.")}
+    more = package.pretrain(images / "train", out=tmp_path / "more", recipe="selfpatch_small", init=run.path, **changes)
+    settings = more.settings()
+    assert settings is not None
+    assert settings.model.class_attention == 2
+    dino = package.pretrain(
+        images / "train", out=tmp_path / "dino", **(TINY | {"epochs": 1, "warmup_epochs": 0, "num_queries": 0})
+    )
+    with pytest.raises(UserError, match=r"is of model\.class_attention=0, but .*=2 was asked for"):
+        package.pretrain(images / "train", out=tmp_path / "no", init=dino.path, class_attention=2, num_queries=0)
+
+
+def test_checkpoints_of_before_the_loss_are_read() -> None:
+    old = {"sums": [1.0, 2.0, 3.0, 4.0, 5.0, 2.0, 1.0], "void": [[3, None, 1.0, 2.0, 3.0, 4.0]], "last_void": 0}
+    new = check_state(old)
+    assert dict(zip(LOSS_NAMES, new["sums"], strict=False))["teacher_entropy"] == 5.0
+    assert new["sums"][-2:] == [2.0, 1.0]
+    assert new["void"] == [[3, None, 1.0, 2.0, 3.0, 0.0, 4.0]]
+    assert check_state(new) == new
+    for broken in ({"sums": [1.0] * 7}, {"sums": [1.0] * 6, "void": []}, {"sums": [1.0] * 7, "void": [[3, 1.0]]}):
+        with pytest.raises(ValueError, match="validation error"):
+            check_state(broken)
+
+
+def test_its_settings_are_no_part_of_the_keys_of_other_methods(tmp_path: Path) -> None:
+    """A key that an earlier version gave, as `test_old_settings` knows it."""
+
+    def key(**settings: object) -> str:
+        evaluation = {"name": "segmentation", "data": "photos", "score": "segmentation_miou"}
+        evaluations = {"mIoU": evaluation | {"settings": {"colors": False}}}
+        study = SMALL | {"settings": {"views.gray": 0.3} | settings, "evaluations": evaluations}
+        (tmp_path / "study.yaml").write_text(json.dumps(study))
+        (cell,) = read_study(tmp_path / "study.yaml").cells
+        return cell.key
+
+    assert key() == "f649cfada69006d8"
+    assert key(**{"model.class_attention": 0, "method.neighbor_weight": 0.0}) == "f649cfada69006d8"
+    assert key(**{"views.num_queries": 0, "model.class_attention": 2}) != "f649cfada69006d8"
