@@ -1,7 +1,8 @@
 """Weights of a backbone: safetensors and a JSON file that describes them. `load` takes those of other programs too.
 
 A W, wherever a command takes one: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
-MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME. docs/weights.md.
+MAE, SelfPatch, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME.
+docs/weights.md.
 """
 
 from __future__ import annotations
