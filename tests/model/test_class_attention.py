@@ -85,6 +85,8 @@ def test_every_way_to_run_a_network_gives_the_same_tokens() -> None:
     tokens = vit(images, queries)
     (many,) = vit.forward_many([Input(images, patches=False)])
     memory, (last,) = vit.read(images), vit.intermediate(images, 1)
+    (without,) = vit.intermediate(images, 1, needs_cls=False)
+    assert (torch.equal(without.patches, last.patches), len(without.cls)) == (True, 0)
     for other in (many, memory.tokens, last):
         torch.testing.assert_close(other.cls, tokens.cls, rtol=1e-4, atol=1e-4)
     assert many.patches.shape == (2, 0, 48)

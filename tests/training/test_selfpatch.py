@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,10 +19,16 @@ from safetensors.torch import load_file
 import adclr as package
 from adclr import cli
 from adclr.config.parsing import UserError
+from adclr.evals import linear
+from adclr.evals.finetune import Classifier
+from adclr.features import analysis
+from adclr.features.explorer.library import Library
+from adclr.model.optim import layer_decay_groups
 from adclr.report.metrics import LOSSES
 from adclr.study.study_file import read_study
 from adclr.system.runs import Run
 from adclr.training.meter import LOSS_NAMES, check_state
+from adclr.weights.backbone import load_weights
 from studied import SMALL
 from tiny import TINY, words
 
@@ -99,6 +106,40 @@ def test_the_embedding_is_the_token_of_class_attention(run: Run) -> None:
         after = vit(picture)
     assert not torch.allclose(before.cls, after.cls)
     assert torch.equal(before.patches, after.patches)
+
+
+@torch.no_grad()
+def test_the_explorer_reads_and_asks_it(run: Run) -> None:
+    weights = load_weights(run.path)
+    library = Library("selfpatch", weights, 16)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), np.uint8)
+    inputs = [library.prepare(picture) for picture in pixels]
+    library.read([0, 1], inputs)
+    (group,) = library.groups
+    stored = [*group.memory.keys, *group.memory.values, group.memory.tokens.patches]
+    assert library.bytes_of((4, 4)) == sum(tensor.nbytes for tensor in stored) / 2
+    for block in (0, 1, -1):  # the trunk has two blocks, as many as class attention
+        maps = dict(library.cls(block))
+        attention, _ = weights.vit.gaze(analysis.read_memory(weights, inputs[1]), None, block)
+        expected = analysis.patch_attention(attention, 0, (4, 4))[0, 0, 0].numpy()
+        np.testing.assert_allclose(maps[1], expected, rtol=2e-2)
+        assert len(library.query(0, (0.1, 0.1, 0.5, 0.6), block)) == 2
+
+
+def test_evaluations_treat_class_attention_as_the_end_of_the_network(run: Run) -> None:
+    vit = package.load(run.path)
+    features = linear.pool(vit, linear.LinearSettings(), None)(torch.randn(2, 3, 16, 16))
+    assert features.shape == (2, 16)  # [CLS] of one block, where others have those of the last ones
+    groups = layer_decay_groups(vit.named_parameters(), vit.depth, 0.5, 0.1)
+    scales = {
+        name: g["scale"] for g in groups for name, p in vit.named_parameters() if any(p is q for q in g["params"])
+    }
+    assert scales["cls_token"] == scales["blocks_token_only.0.attn.k.weight"] == scales["norm.bias"] == 1
+    assert scales["pos_embed"] == 0.5 ** (vit.depth + 1)
+    classifier = Classifier(vit, 3, "mean_patch", seed=0)
+    classifier.train()(torch.randn(2, 3, 16, 16)).sum().backward()
+    for name, parameter in classifier.named_parameters():  # so that several processes wait for no gradient
+        assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
 def assert_same_end(a: Path, b: Path, exactly: bool) -> None:

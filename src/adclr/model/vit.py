@@ -288,12 +288,17 @@ class VisionTransformer(nn.Module):
         self.run_block = run_checkpointed
 
     def intermediate(
-        self, images: Tensor, layers: int | Sequence[int], norm: bool = True, drop_path: Tensor | None = None
+        self,
+        images: Tensor,
+        layers: int | Sequence[int],
+        norm: bool = True,
+        drop_path: Tensor | None = None,
+        needs_cls: bool = True,
     ) -> list[Tokens]:
         """Return the tokens after each of the blocks `layers` (or the last n), through the final norm if `norm`.
 
         `drop_path`, depth×2×B, are the factors of drop path. In training blocks run as in `forward_many`. With class
-        attention `[CLS]` is as if the trunk ended at that block.
+        attention `[CLS]` is as if the trunk ended at that block; without `needs_cls` it is then empty.
         """
         indices = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         indices = [layer % self.depth for layer in indices]
@@ -308,9 +313,11 @@ class VisionTransformer(nn.Module):
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
                 cls = None
-                if self.class_attention:
+                if self.class_attention and needs_cls:
                     cls, _ = read_patches(self.class_blocks, self.cls_token[0], x.view(*group[:2], self.dim))
                     cls = self.norm(cls) if norm else cls
+                elif self.class_attention:
+                    cls = x[:0]
                 outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image, cls=cls)
         return [outputs[i] for i in indices]
 
