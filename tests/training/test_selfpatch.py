@@ -24,11 +24,12 @@ from adclr.evals.finetune import Classifier
 from adclr.features import analysis
 from adclr.features.explorer.library import Library
 from adclr.model.optim import layer_decay_groups
+from adclr.model.vit import VisionTransformer
 from adclr.report.metrics import LOSSES
 from adclr.study.study_file import read_study
 from adclr.system.runs import Run
 from adclr.training.meter import LOSS_NAMES, check_state
-from adclr.weights.backbone import load_weights
+from adclr.weights.backbone import Weights, load_weights, write_backbone
 from studied import SMALL
 from tiny import TINY, words
 
@@ -85,8 +86,6 @@ def test_every_command_takes_the_weights(run: Run, images: Path, tmp_path: Path)
         cli.main(["visualize", name, weights, photos, "--out", str(out), "device=cpu", "num_images=2"])
         with Image.open(out / f"{name}.png") as picture:
             assert picture.width > 100
-    with pytest.raises(SystemExit):
-        cli.main(["visualize", "attention", weights, photos, "--out", str(tmp_path / "no"), "block=7"])
     cli.main(["export", weights, "--to", "safetensors", "--out", str(tmp_path / "exported")])
     assert "by SelfPatch" in (tmp_path / "exported" / "README.md").read_text()
     pictures = torch.randn(2, 3, 16, 16)
@@ -106,6 +105,23 @@ def test_the_embedding_is_the_token_of_class_attention(run: Run) -> None:
         after = vit(picture)
     assert not torch.allclose(before.cls, after.cls)
     assert torch.equal(before.patches, after.patches)
+
+
+def test_pictures_of_cls_in_blocks_without_it_are_refused(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vit, folder = VisionTransformer(16, 3, 2, 4, 16, class_attention=2), tmp_path / "deep"
+    folder.mkdir()
+    write_backbone(folder, vit.state_dict(), Weights(vit, (0.5,) * 3, (0.25,) * 3).describe())
+    words = ["visualize", "attention", str(folder), str(images / "val"), "device=cpu", "num_images=1"]
+    for block in (0, -3):
+        with pytest.raises(SystemExit) as error:
+            cli.main([*words, "--out", str(tmp_path / "no"), f"block={block}"])
+        assert error.value.code == 2
+        assert "these weights have [CLS] in the last 2 blocks only; write block=-2 to -1" in capsys.readouterr().err
+        assert not (tmp_path / "no").exists()
+    for block in (1, -1):
+        cli.main([*words, "--out", str(tmp_path / "yes"), f"block={block}", "--overwrite"])
 
 
 @torch.no_grad()

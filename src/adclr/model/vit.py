@@ -250,8 +250,7 @@ class VisionTransformer(nn.Module):
         """Return the tokens of one input, B×T×D before and after the final norm, with `[CLS]` by class attention."""
         patches, neighbors = x[:, :num_image], None
         if item.num_neighbors:
-            grid = self.grid_of(item.images.shape[2], item.images.shape[3])
-            neighbors = select_neighbors(patches, grid, item.num_neighbors)
+            neighbors = select_neighbors(patches, self.grid_of(*item.images.shape[2:]), item.num_neighbors)
         cls, around = read_patches(self.class_blocks, self.cls_token[0], patches, neighbors)
         tokens = self._name_tokens(normed, num_image, item.patches, self._final_norm(cls))
         return tokens if around is None else tokens._replace(neighbors=self._final_norm(around).view_as(patches))
@@ -312,12 +311,10 @@ class VisionTransformer(nn.Module):
             x, normed = run((block, x, normed, (group,), next_norm, factors[i], None))
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
-                cls = None
+                cls = x[:0] if self.class_attention else None
                 if self.class_attention and needs_cls:
                     cls, _ = read_patches(self.class_blocks, self.cls_token[0], x.view(*group[:2], self.dim))
                     cls = self.norm(cls) if norm else cls
-                elif self.class_attention:
-                    cls = x[:0]
                 outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image, cls=cls)
         return [outputs[i] for i in indices]
 
