@@ -33,7 +33,7 @@ FIGURES: dict[str, tuple[type[FigureSettings], Callable[..., Figure]]] = {
 }
 # files of all images, by the name of the figure
 SHEETS = {name: (f"{name}.png",) for name in ("attention", "pca", "match")} | {
-    "queries": ("queries.png", "queries_across.png")
+    "queries": ("queries.png", "queries_across.png", "queries_against.png")
 }
 
 
