@@ -4,10 +4,10 @@
 
 A table of the step's two shapes, the global views' and the local ones', and of both together: flash, cuDNN,
 memory-efficient, FlexAttention and ours. One GPU, captured as a CUDA graph, so that it is the device's time. PyTorch's
-kernels are timed with what they need around them, as in `attention.plain`: qkv in heads, and the gradient put together
-again. Every line is first checked on the last sequences against float64; what fails has a line that says why, and no
-figure in the table. `--tune` first tries other sizes of our tiles. `--tiny` tries the script itself on a CPU. Compare
-figures of one run only.
+kernels are timed with what they need around them, as in `dispatch.attend_plain`: qkv in heads, and the gradient put
+together again. Every line is first checked on the last sequences against float64; what fails has a line that says why,
+and no figure in the table. `--tune` first tries other sizes of our tiles. `--tiny` tries the script itself on a CPU.
+Compare figures of one run only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if "--tiny" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from graph_time import milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adclr.model.ops import attention
+from adclr.model.ops import attention, dispatch
 from adclr.model.ops.attention import Config, Group
-from adclr.training.cuda_graph import record_graph
 
 Attend = Callable[[Tensor, list[Group], int], Tensor]
 FORWARDS = {
@@ -121,28 +121,9 @@ def errors(attend: Attend, qkv: Tensor, grad: Tensor, groups: list[Group], heads
         row += group.sequences * group.tokens
         rows = slice(row - last.sequences * last.tokens, row)
         exact = qkv.detach()[rows].double().requires_grad_()
-        true_out, true_back = both(attention.plain, exact, grad[rows].double(), [last], heads)
+        true_out, true_back = both(dispatch.attend_plain, exact, grad[rows].double(), [last], heads)
         worst = max(worst[0], error(out[rows], true_out)), max(worst[1], error(back[rows], true_back))
     return worst
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median of many."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - started)
-    from triton.testing import do_bench
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph, _ = record_graph(work, aside)
-    return float(do_bench(graph.replay, warmup=20, rep=60, return_mode="median"))
 
 
 class Line(NamedTuple):
@@ -162,7 +143,10 @@ def measure(name: str, attend: Attend, case: Case, qkv: Tensor, grad: Tensor) ->
         if not max(of_out, of_back) < 1e-2:
             print(f"  {name:<47} WRONG: errors {of_out:.1e} {of_back:.1e}", flush=True)
             return None
-        line = Line(milliseconds(forward), milliseconds(lambda: both(attend, qkv, grad, case.groups, case.heads)))
+        line = Line(
+            milliseconds(forward, warmup=20, rep=60),
+            milliseconds(lambda: both(attend, qkv, grad, case.groups, case.heads), warmup=20, rep=60),
+        )
     except Exception as problem:  # one that does not compile or launch must not stop the others
         print(f"  {name:<47} {type(problem).__name__}: {' '.join(str(problem).split())[:110]}", flush=True)
         return None
@@ -180,7 +164,7 @@ def label(config: Config) -> str:
 def with_backend(backend: SDPBackend) -> Attend:
     def attend(qkv: Tensor, groups: list[Group], heads: int) -> Tensor:
         with sdpa_kernel(backend):
-            return attention.plain(qkv, groups, heads)
+            return dispatch.attend_plain(qkv, groups, heads)
 
     return attend
 

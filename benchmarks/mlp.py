@@ -21,10 +21,11 @@ if "--tiny" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from graph_time import milliseconds
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr.model.ops import mlp
+from adclr.model.ops import dispatch, mlp
 from adclr.model.ops.mlp import BackwardConfig, ForwardConfig
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -47,27 +48,6 @@ BACKWARDS = [
     BackwardConfig(4, 256, 256, 4),
     BackwardConfig(2, 512, 128, 4),
 ]
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median of many."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - started)
-    from triton.testing import do_bench
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return float(do_bench(graph.replay, warmup=10, rep=50, return_mode="median"))
 
 
 def attempt(name: str, work: Callable[[], str]) -> None:
@@ -106,7 +86,7 @@ def case_of(rows: int, dim: int, device: torch.device, dtype: torch.dtype) -> Ca
     w1, w2 = some(4 * dim, dim, scale=dim**-0.5), some(dim, 4 * dim, scale=0.5 * dim**-0.5)
     inputs = [y, w1, some(4 * dim), w2, some(dim)]
     exact = [x.to(dtype).double().requires_grad_() for x in inputs]  # as the products see it
-    return Case([x.requires_grad_() for x in inputs], grad, both(mlp.plain, exact, grad.double()))
+    return Case([x.requires_grad_() for x in inputs], grad, both(dispatch.mlp_plain, exact, grad.double()))
 
 
 def measure(name: str, function: Mlp, case: Case, alone: bool = True) -> None:
@@ -141,7 +121,9 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 def again(*inputs: Tensor) -> Tensor:
     """GELU made again in backward, as in `blocks.run_selectively_checkpointed`."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    found: Tensor = checkpoint(mlp.plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    found: Tensor = checkpoint(
+        dispatch.mlp_plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
     return found
 
 
@@ -233,13 +215,13 @@ def main() -> None:
         sums(case)
         tune(case, min(until, time.perf_counter() + 0.3 * args.seconds))
         measure("ours, the fastest of the above", mlp.fused, case)
-        for name, function in (("plain, compiled", mlp.plain), ("plain, compiled, GELU made again", again)):
+        for name, function in (("plain, compiled", dispatch.mlp_plain), ("plain, compiled, GELU made again", again)):
             if time.perf_counter() > until:
                 print(f"  no time for: {name}")
                 continue
             torch._dynamo.reset()
             compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
-            measure(name, compiled, case, alone=function is mlp.plain)
+            measure(name, compiled, case, alone=function is dispatch.mlp_plain)
         del case
     print(f"\n{time.perf_counter() - started:.0f} seconds")
 

@@ -21,9 +21,10 @@ if "--tiny" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from graph_time import milliseconds
 from torch import Tensor
 
-from adclr.model.ops import norm
+from adclr.model.ops import dispatch, norm
 from adclr.model.ops.norm import Config
 
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
@@ -115,7 +116,7 @@ def expected(given: Case) -> list[Tensor]:
         part = Case(x, branch, factor, *weights, dtotal, dy)
         for leaf in part.leaves:
             leaf.requires_grad_()
-        results = both(norm.plain, part)
+        results = both(dispatch.add_norm_plain, part)
         if not found:
             found = [*results[:4], torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
         else:
@@ -129,27 +130,6 @@ def errors(add_norm: AddNorm, given: Case, true: list[Tensor]) -> list[float]:
     found = both(add_norm, given)
     found = [*(one[true[0]] for one in found[:4]), *found[4:]]
     return [float((mine.double() - one).norm() / one.norm()) for mine, one in zip(found, true[1:], strict=True)]
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """The median of many."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - started)
-    from triton.testing import do_bench
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return float(do_bench(graph.replay, warmup=10, rep=40, return_mode="median"))
 
 
 class Line(NamedTuple):
@@ -169,7 +149,7 @@ def measure(name: str, add_norm: AddNorm, given: Case, true: list[Tensor]) -> Li
         if not max(wrong) < 1e-2:
             print(f"  {name:<44} WRONG: errors {' '.join(f'{one:.0e}' for one in wrong)}", flush=True)
             return None
-        line = Line(milliseconds(forward), milliseconds(lambda: both(add_norm, given)))
+        line = Line(milliseconds(forward, rep=40), milliseconds(lambda: both(add_norm, given), rep=40))
     except Exception as problem:  # one that does not compile or launch must not stop the others
         print(f"  {name:<44} {type(problem).__name__}: {' '.join(str(problem).split())[:110]}", flush=True)
         return None
@@ -220,7 +200,9 @@ def main() -> None:
         true = expected(given)
         title = f"{rows}×{dim}"
         print(f"\n{title:<46} {'forward':>8} {'GB/s':>6} {'and back':>8} {'GB/s':>6}   errors", flush=True)
-        compiled = torch.compile(norm.plain, dynamic=False, backend="aot_eager" if args.tiny else "inductor")
+        compiled = torch.compile(
+            dispatch.add_norm_plain, dynamic=False, backend="aot_eager" if args.tiny else "inductor"
+        )
         measure("the compiler's", compiled, given, true)
         tune(given, true, started + args.seconds * (0.55 if number == 0 else 1))
         measure("ours, the fastest of the above", norm.fused, given, true)

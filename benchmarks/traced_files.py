@@ -29,11 +29,11 @@ from adclr.training.schedules import Schedules
 
 SOURCE = f"{Path(adclr.__file__).parent}/"
 FILES = defaultdict[str, set[str]]  # functions by file
-TRACED_STEP = 3  # a step in the middle: nothing is set up and nothing is saved
+TRACED_STEP = 6  # in the middle of the run: images are read ahead, nothing is set up and nothing is saved
 TINY = (
     *("views.global_size=16", "views.local_size=8", "views.num_local=2", "model.patch_size=4", "model.dim=32"),
     *("model.depth=2", "model.num_heads=2", "method.head_hidden_dim=24", "method.head_bottleneck_dim=8"),
-    *("method.num_prototypes=32", "train.epochs=2", "train.batch_size=8", "train.log_every_steps=1"),
+    *("method.num_prototypes=32", "train.epochs=4", "train.batch_size=8", "train.log_every_steps=1"),
     *("train.device=cpu", "train.report=false"),
 )
 
@@ -92,8 +92,8 @@ def trace_step(images: Path, out: Path) -> tuple[FILES, FILES]:
             files.clear()
             arithmetic.clear()
         elif step == TRACED_STEP + 1:
-            step_files.update(files.copy())
-            step_arithmetic.update(arithmetic.copy())
+            step_files.update({file: set(functions) for file, functions in files.items()})
+            step_arithmetic.update({file: set(functions) for file, functions in arithmetic.items()})
         return real(self, step)
 
     Schedules.at = at  # type: ignore[method-assign]

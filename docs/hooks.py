@@ -74,6 +74,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ar
 def settings() -> str:
     """Return tables of all settings: of pretraining, of each evaluation and of the other commands."""
     from adclr import evals
+    from adclr.config.distillation import Distill
     from adclr.config.settings import Settings
     from adclr.data import doctor
     from adclr.features import embedding, explorer, visualize
@@ -91,6 +92,14 @@ def settings() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             lines += [f"### {name}", "", *_table(section, f"{name}."), ""]
+    lines += [
+        "## Distillation",
+        "",
+        "`adclr distill` has the settings of pretraining without `method.`, queries and `train.shard`, and:",
+        "",
+        *_table(Distill, "distill."),
+        "",
+    ]
     for name in evals.NAMES:
         lines += [f"## adclr evaluate {name}", "", *_table(evals.import_evaluation(name).Settings), ""]
     others: dict[str, Any] = {

@@ -17,6 +17,8 @@ if not torch.cuda.is_available():  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 from adclr.data.sets import scenes
+from adclr.system import store_cache, store_urls, stores
+from store_server import Server, running
 from tiny import THREADS, Adclr, adclr_command
 
 torch.set_num_threads(THREADS)
@@ -41,3 +43,23 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def adclr() -> Adclr:
     return adclr_command
+
+
+@pytest.fixture(scope="session")
+def store_server() -> Iterator[Server]:
+    """An S3 server with an empty bucket."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def store(store_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The server, which this process finds by its environment, with a new local cache and short waits."""
+    for name, value in store_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ADCLR_LOCAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store_cache, "_settings", (None, None))
+    monkeypatch.setattr(store_urls, "_whole", {})
+    monkeypatch.setattr(stores, "_down", {})
+    monkeypatch.setattr(stores, "FIRST_WAIT", 0.02)
+    return store_server

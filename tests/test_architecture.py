@@ -29,15 +29,37 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.files", "system.machine", "system.openmp", "system.optional", "system.outputs"),
+    *(
+        "config",
+        "cli",
+        "system.arguments",
+        "system.files",
+        "system.machine",
+        "system.openmp",
+        "system.optional",
+        "system.outputs",
+    ),
     *("system.progress", "system.runs", "system.text", "system.threads"),
+    *("system.stores", "system.store_urls", "system.store_cache", "system.store_mirror", "data.store_reader"),
+    *("data.store_sources", "data.tar_shards", "data.tables", "data.table_files", "data.huggingface"),
     *("data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.random_draws"),
 )
 OPTIONAL = {
     *("wandb", "mlflow", "tensorboard", "timm", "transformers", "onnxruntime", "huggingface_hub", "pyarrow"),
-    *("faster_coco_eval", "starlette", "uvicorn", "tifffile", "datasets"),
+    *(
+        "faster_coco_eval",
+        "starlette",
+        "uvicorn",
+        "tifffile",
+        "datasets",
+        "fsspec",
+        "s3fs",
+        "gcsfs",
+        "adlfs",
+        "aiohttp",
+    ),
 }
 LONGEST = 420  # lines of a file
 

@@ -150,5 +150,15 @@ def test_the_files_of_a_step_are_counted() -> None:
     assert {"training/loop.py", "training/journal.py", "data/feed.py", "data/view_plan.py"} <= step - arithmetic
     assert {"training/step.py", "model/method.py", "model/vit.py", "model/losses.py", "model/optim.py"} <= arithmetic
     assert arithmetic <= step
+    assert len(step) <= 32, sorted(step)  # a step must not spread over more files than today
+    assert len(arithmetic) <= 10, sorted(arithmetic)
     assert "evals/incontext.py" in files["evaluate incontext"]
     assert "features/embedding.py" in files["embed"] - files["evaluate incontext"]
+
+
+def test_the_step_of_a_distillation_is_timed(tmp_path: Path) -> None:
+    few = ("--steps", "1", "--warmup", "1", "--repeats", "1", "--json", str(tmp_path / "rows.json"))
+    assert "images/s" in run("distill.py", "--tiny", "--only", "ViT-S/16 to ViT-T", *few)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (row["teacher"], row["student"], row["batch"]) == ("small", "tiny", 4)
+    assert row["images_per_second"] == pytest.approx(4000 / row["milliseconds"])

@@ -91,7 +91,10 @@ QUICK = [  # arguments ({d}: images, {t}: an empty place), what the sentence say
     ),
     (["pretrain", "{t}/empty", "--out", "{t}/run"], "holds no image"),
     (["pretrain", "{t}/texts", "--out", "{t}/run"], "holds no image; these count: .jpg"),
-    (["pretrain", "{t}/texts/a.md", "--out", "{t}/run"], "is not a folder, a list (.txt .lst .list) or a .tar shard"),
+    (
+        ["pretrain", "{t}/texts/a.md", "--out", "{t}/run"],
+        "is not a folder, a list (.txt .lst .list), a .tar shard or a table (.parquet .arrow)",
+    ),
     (["pretrain", "{d}", "--out", "{t}/run", "--recipe", "adclr_vit_s16"], "did you mean 'adclr_vits16'?"),
     (["pretrain", "{d}", "--out", "{t}/run", "train.epoch=3"], "did you mean 'train.epochs'?"),
     (["pretrain", "{d}", "--out", "{t}/run", "epochs=many"], "train.epochs='many'"),

@@ -15,7 +15,7 @@ import pytest
 
 from adclr import cli
 from dense_scenes import segmented
-from tiny import THREADS, TINY, words
+from tiny import THREADS, TINY, TINY_STUDENT, words
 
 ROOT = Path(__file__).parents[1]
 # Pages whose commands are run, each in a folder of its own with photos/, labeled/, pixels/ and studies/. On other
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/get_started.md", "docs/adclr_plus.md"]
 PAGES += [f"docs/tutorials/{path.name}" for path in sorted((ROOT / "docs/tutorials").glob("*.md"))]
 TINY_WORDS = [word for word in words(TINY) if not word.startswith("train.device")]
+TINY_STUDENT_WORDS = [word for word in words(TINY_STUDENT) if not word.startswith("train.device")]
 TRAINED = {
     "evaluate linear": ["epochs=2"],
     "evaluate finetune": ["epochs=2"],
@@ -69,6 +70,8 @@ def run_line(line: str) -> None:
         parts += TINY_WORDS
         if any(word.startswith("views.query_source") for word in parts):
             parts += ["train.epochs=2"]
+    if "distill" in parts and "--out" in parts:
+        parts += TINY_STUDENT_WORDS
     for command, small in TRAINED.items():
         if parts[:2] == command.split():
             parts += small
@@ -85,7 +88,11 @@ def run_line(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_works(page: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_works(
+    page: str, reader: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if page.endswith("object_stores.md"):
+        request.getfixturevalue("store").put_folder((reader / "photos").resolve(), "photos")
     joined = "".join(blocks(page, "sh")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line.strip()]
     if page != "docs/tutorials/multiband.md":
@@ -97,8 +104,12 @@ def test_every_command_works(page: str, reader: Path, capsys: pytest.CaptureFixt
             if error.code:
                 pytest.fail(f"{line}: {capsys.readouterr().err}")
     for code in blocks(page, "python"):
-        small = {"epochs": 1, "warmup_epochs": 0.0, "head_hidden_dim": 16, "num_prototypes": 16, "depth": 1}
-        small |= {"train.batch_size": 16, "num_local": 1, "train.device": "cpu"}
+        small = {"epochs": 1, "warmup_epochs": 0.0, "depth": 1, "train.batch_size": 16, "num_local": 1}
+        small |= {"train.device": "cpu"}
+        if "adclr.distill(" in code:  # the crops of the teacher, without a projection head
+            small |= {"model.patch_size": 4, "views.global_size": 16, "views.local_size": 8}
+        else:
+            small |= {"head_hidden_dim": 16, "num_prototypes": 16}
         done = subprocess.run(
             [sys.executable, "-c", code.replace("epochs=100)", f"**{small!r})")],
             capture_output=True,

@@ -34,6 +34,11 @@ TINY: dict[str, Any] = {
     "train.report": False,
 }
 
+# and a distillation
+TINY_STUDENT = {
+    name: value for name, value in TINY.items() if not name.startswith("method.") and name != "views.num_queries"
+}
+
 
 def tiny(**changes: Any) -> Settings:
     """Tiny settings; changes by full name with '__' for '.' or by their short name."""

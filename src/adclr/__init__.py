@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from adclr.features.embedding import embed
     from adclr.model.method import ADCLR
     from adclr.model.vit import VisionTransformer
-    from adclr.training.loop import pretrain
+    from adclr.training.loop import distill, pretrain
     from adclr.weights.backbone import create_backbone, load
     from adclr.weights.export import export
 
@@ -24,6 +24,7 @@ __all__ = [
     "VisionTransformer",
     "__version__",
     "create_backbone",
+    "distill",
     "embed",
     "evaluate",
     "export",
@@ -35,6 +36,7 @@ _HOME = {
     "ADCLR": "adclr.model.method",
     "VisionTransformer": "adclr.model.vit",
     "create_backbone": "adclr.weights.backbone",
+    "distill": "adclr.training.loop",
     "embed": "adclr.features.embedding",
     "evaluate": "adclr.evals",
     "export": "adclr.weights.export",

@@ -16,48 +16,22 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from adclr import __version__
 from adclr.system import openmp
+from adclr.system.arguments import Parser, count, positive, seed
+from adclr.system.store_urls import conceal
 from adclr.system.text import printable
 
-W = "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; or timm:NAME"
+W = (
+    "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; "
+    "a URL of one; or timm:NAME"
+)
 PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
 CHECK = "how a replaced image is noticed: by size and time of modification (default), or content; see check below"
 OVERWRITE = "replace files that this command did not write; without it they are refused"
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the sentence and exit with code 2."""
-        print(f"adclr: {printable(message)}; {self.prog} --help says more", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a seed; write a number from 0 on")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 on")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return number
 
 
 def _require(options: Namespace, name: str, sentence: str) -> None:
@@ -81,19 +55,44 @@ def _demo(options: Namespace, _: dict[str, Any]) -> None:
 
 
 def _pretrain(options: Namespace, values: dict[str, Any]) -> None:
-    if options.list_recipes:
-        from adclr.config import parsing
+    from adclr.config.settings import Settings
 
-        for name in parsing.recipe_names():
-            first = parsing.recipe_text(name).splitlines()[0].removeprefix("# ")
-            print(f"{name:<20} {first}")
+    if options.list_recipes:
+        _list_recipes()
         return
+    _train(options, values, Settings)
+
+
+def _distill(options: Namespace, values: dict[str, Any]) -> None:
+    from adclr.config.distillation import DistillSettings
+    from adclr.config.parsing import UserError
+
+    if options.list_recipes:
+        _list_recipes("distill")
+        return
+    if options.teacher is not None:
+        if {"teacher", "distill.teacher"} & set(values):
+            raise UserError(f"the teacher was named twice, as {options.teacher} and by distill.teacher; leave out one")
+        values["distill.teacher"] = options.teacher
+    _train(options, values, DistillSettings)
+
+
+def _list_recipes(kind: str = "") -> None:
+    from adclr.config import parsing
+
+    for name in parsing.recipe_names(kind):
+        first = parsing.recipe_text(name, kind).splitlines()[0].removeprefix("# ")
+        print(f"{name:<20} {first}")
+
+
+def _train(options: Namespace, values: dict[str, Any], kind: Any) -> None:
+    """Pretrain or distill; `kind` is the class of the settings."""
     _require(options, "out", "no output directory was named; give --out RUN")
     from adclr.training import launch
 
     values |= {"data.check": options.check} if options.check else {}
     resume = bool(options.resume or options.replay)
-    launched = launch.prepare(options.data, options.out, options.recipe, values, resume)
+    launched = launch.prepare(options.data, options.out, options.recipe, values, resume, kind)
     if options.replay is not None:
         from adclr.training import replay
 
@@ -130,9 +129,8 @@ def _embed(options: Namespace, values: dict[str, Any]) -> None:
     for name, argument in (("weights", "W"), ("images", "IMAGES"), ("out", "--out PATH")):
         _require(options, name, f"{argument} is missing; write adclr embed W IMAGES --out features.parquet")
     settings = build(embedding.EmbeddingSettings, values, {"check": options.check} if options.check else {})
-    out = Path(options.out)
     embedding.embed_collection(
-        options.weights, options.images, out, options.dense, settings, options.partial, options.overwrite
+        options.weights, options.images, options.out, options.dense, settings, options.partial, options.overwrite
     )
 
 
@@ -174,7 +172,7 @@ def _visualize(options: Namespace, values: dict[str, Any]) -> None:
 def _report(options: Namespace, _: dict[str, Any]) -> None:
     from adclr import report
 
-    print(f"written to {report.write_report(options.runs, _path(options.out), options.overwrite)}")
+    print(printable(f"written to {report.write_report(options.runs, _path(options.out), options.overwrite)}"))
 
 
 def _study(options: Namespace, values: dict[str, Any]) -> None:
@@ -208,7 +206,7 @@ def parser() -> Parser:
     main.add_argument("--version", action="version", version=f"adclr {__version__}")
     main.set_defaults(help=False, help_all=False)
     commands = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    collection = "folder, .txt list, .tar shards or hf:PATH"
+    collection = "folder, .txt list, .tar shards, Parquet, hf:NAME, or their URL (s3:// gs:// az:// https:// hf://)"
     recipe = "a recipe or a .yaml file; by default chosen from the images"
 
     def command(
@@ -221,17 +219,25 @@ def parser() -> Parser:
 
     add = command("demo", _demo, "the whole story on built-in images, on a CPU, in a few minutes")
     add("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
-    add("--seed", type=_seed, default=0, help="of images and training (%(default)s)")
+    add("--seed", type=seed, default=0, help="of images and training (%(default)s)")
+
+    def training(add: Callable[..., argparse.Action], recipe: str) -> None:
+        add("data", nargs="?", metavar="DATA", help=collection)
+        add("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
+        add("--recipe", metavar="NAME", help=recipe)
+        add("--resume", action="store_true", help="only go on with the run in --out, never start one")
+        step = "do a step of the run in --out again: what in it is not finite?"
+        add("--replay", type=count, metavar="STEP", help=step)
+        add("--check", choices=("time", "content"), help=CHECK)
+        add("--list-recipes", action="store_true", help="list the recipes and stop")
 
     add = command("pretrain", _pretrain, "train on a folder of images", "adclr.config.settings:Settings")
-    add("data", nargs="?", metavar="DATA", help="folder (searched recursively), .txt list, .tar shards or hf:PATH")
-    add("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
-    add("--recipe", metavar="NAME", help=recipe)
-    add("--resume", action="store_true", help="only go on with the run in --out, never start one")
-    step = "do a step of the run in --out again: what in it is not finite?"
-    add("--replay", type=_count, metavar="STEP", help=step)
-    add("--check", choices=("time", "content"), help=CHECK)
-    add("--list-recipes", action="store_true", help="list the recipes and stop")
+    training(add, recipe)
+
+    settings = "adclr.config.distillation:DistillSettings"
+    add = command("distill", _distill, "train a smaller network to give the features of given weights", settings)
+    add("teacher", nargs="?", metavar="TEACHER", help=W)
+    training(add, "distill_tiny, distill_small (the default) or a .yaml file")
 
     add = command("evaluate", _evaluate, "score weights on labeled images", "adclr.evals")
     add("name", nargs="?", metavar="NAME", help="knn, linear, finetune, incontext, ...: see below")
@@ -251,7 +257,7 @@ def parser() -> Parser:
     )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="?", metavar="IMAGES", help=collection)
-    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files")
+    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files; also at s3://, gs:// or az://")
     add("--partial", action="store_true", help=PARTIAL)
     add("--check", choices=("time", "content"), help=CHECK)
     add("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
@@ -264,20 +270,20 @@ def parser() -> Parser:
         "plan", _plan, "memory, time and disk of a run that is not started yet", "adclr.config.settings:Settings"
     )
     add("data", nargs="?", metavar="DATA", help=collection)
-    add("--images", type=_count, metavar="N", help="their number, instead of DATA")
+    add("--images", type=count, metavar="N", help="their number, instead of DATA")
     add("--recipe", metavar="NAME", help=recipe)
     add("--gpu", metavar="NAME", help="estimate for a GPU that is not here: h200, rtx4090, ...")
-    add("--gpu-memory", type=_positive, metavar="GiB", help="memory of another GPU")
-    add("--gpu-tflops", type=_positive, metavar="X", help="its peak in dense bfloat16")
-    add("--gpus", type=_count, default=1, metavar="N", help="how many there are (%(default)s)")
+    add("--gpu-memory", type=positive, metavar="GiB", help="memory of another GPU")
+    add("--gpu-tflops", type=positive, metavar="X", help="its peak in dense bfloat16")
+    add("--gpus", type=count, default=1, metavar="N", help="how many there are (%(default)s)")
     add("--out", metavar="RUN", help="where the run would go; is there room?")
     add("--json", metavar="FILE", help="write the plan there too")
 
     add = command("export", _export, "weights for timm, Hugging Face, ONNX, or as safetensors")
     add("weights", metavar="W", help=W)
     add("--to", required=True, metavar="FORMAT", help="timm, huggingface, onnx or safetensors")
-    add("--out", required=True, metavar="DIR", help="the folder that is made, with a model card")
-    add("--input-size", type=_count, metavar="PIXELS", help="store positions for images of this side")
+    add("--out", required=True, metavar="DIR", help="the folder that is made, with a model card; also at a URL")
+    add("--input-size", type=count, metavar="PIXELS", help="store positions for images of this side")
     add("--partial", action="store_true", help=PARTIAL)
 
     add = command("visualize", _visualize, "pictures of what weights look at", "adclr.features.visualize")
@@ -295,8 +301,8 @@ def parser() -> Parser:
     add("file", metavar="FILE", help="a study, such as studies/main.yaml")
     add("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
     add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
-    add("--minutes", type=_positive, metavar="N", help="begin no run that would end later")
-    add("--at-once", type=_count, default=1, metavar="N", help="runs on each GPU at a time (%(default)s)")
+    add("--minutes", type=positive, metavar="N", help="begin no run that would end later")
+    add("--at-once", type=count, default=1, metavar="N", help="runs on each GPU at a time (%(default)s)")
 
     add = command(
         "explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer:ExplorerSettings"
@@ -308,13 +314,13 @@ def parser() -> Parser:
     add("--port", type=int, default=8765, help="(%(default)s); 0: any that is free")
 
     for name, subparser in commands.choices.items():
-        short = name in ("pretrain", "plan")  # which have many settings
+        short = name in ("pretrain", "distill", "plan")  # which have many settings
         listed = "the settings that are changed most often" if short else "every setting with its default"
         if not subparser.add_help:
             subparser.add_argument("-h", "--help", action="store_true", help=f"this, and {listed}")
         if short:
             subparser.add_argument("--help-all", action="store_true", help="this, and every setting with its default")
-        if name not in ("pretrain", "explore"):
+        if name not in ("pretrain", "distill", "explore"):
             subparser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     return main
 
@@ -330,7 +336,8 @@ def _settings_to_list(options: Namespace) -> Iterator[tuple[str, type]]:
         for item in [name] if name in module.FIGURES else module.FIGURES:
             yield f"settings of {item}:", module.FIGURES[item][0]
     else:
-        note = {"pretrain": ", with the defaults that recipes start from", "plan": ", as of adclr pretrain"}
+        recipes = ", with the defaults that recipes start from"
+        note = {"pretrain": recipes, "distill": recipes, "plan": ", as of adclr pretrain"}
         yield f"settings{note.get(options.command, '')}:", getattr(module, settings)
 
 
@@ -367,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    arguments = [conceal(argument) for argument in arguments]  # what is written down has no credentials in URLs
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()
     options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])
@@ -405,5 +413,5 @@ def _main(arguments: list[str]) -> None:
 
 def _saved(options: Namespace) -> bool:
     """Return whether a training of this command has a checkpoint."""
-    trains = options.command in ("demo", "pretrain") and options.out
+    trains = options.command in ("demo", "pretrain", "distill") and options.out
     return bool(trains) and any(Path(options.out).glob("**/checkpoints/step_*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.sources import ImageFolder
-from adclr.training import job, micro_batch, plan_cost
+from adclr.training import job, launch, micro_batch, plan_cost
 from tiny import TINY, tiny
 
 GIB = 2**30
@@ -22,31 +23,37 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("images", "side", "memory", "recipe", "expected"),
     [
-        (1_300_000, 400, 140 * GIB, "adclr_vitb16", {}),
-        (1_300_000, 400, 24 * GIB, "adclr_vits16", {}),
+        (1_300_000, 400, 140 * GIB, "adclr_plus_vitb16", {}),
+        (1_300_000, 400, 24 * GIB, "adclr_plus_vits16", {}),
         (1_300_000, 400, None, "adclr_cpu", {"train.epochs": 20}),
         (400, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 120}),
         (3_000, 1200, None, "adclr_cpu", {"train.batch_size": 32, "train.epochs": 100}),
         (9_469, 90, None, "adclr_cpu", {"views.global_size": 64, "views.local_size": 32, "model.patch_size": 8}),
-        (200_000, 400, 140 * GIB, "adclr_vits16", {}),
+        (200_000, 400, 140 * GIB, "adclr_plus_vits16", {}),
         (
             9_469,
             224,
             140 * GIB,
-            "adclr_small",
+            "adclr_plus_small",
             {"views.global_size": 224, "model.patch_size": 16, "train.batch_size": 64},
         ),
-        (60_000, 32, 24 * GIB, "adclr_small", {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 4}),
+        (
+            60_000,
+            32,
+            24 * GIB,
+            "adclr_plus_small",
+            {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 4},
+        ),
         (
             500_000,
             96,
             24 * GIB,
-            "adclr_small",
+            "adclr_plus_small",
             {"views.global_size": 96, "views.local_size": 48, "model.patch_size": 8},
         ),
         (20, 300, None, "adclr_cpu", {"train.batch_size": 2}),
         (1, 17, None, "adclr_cpu", {"train.batch_size": 1, "views.global_size": 16, "views.local_size": 8}),
-        (1, 17, 24 * GIB, "adclr_small", {"train.batch_size": 1, "views.global_size": 16}),
+        (1, 17, 24 * GIB, "adclr_plus_small", {"train.batch_size": 1, "views.global_size": 16}),
     ],
 )
 def test_choices_fit_the_collection_and_can_be_built(
@@ -78,6 +85,17 @@ def test_the_median_side_is_read_from_headers(images: Path, tmp_path: Path) -> N
     (tmp_path / "a.jpg").write_bytes(b"nothing")
     with pytest.raises(UserError, match="are they images"):
         collection.median_side(ImageFolder(tmp_path))
+
+
+def test_a_recipe_is_chosen_for_files_of_bands(tmp_path: Path) -> None:
+    import tifffile
+
+    for number in range(8):
+        pixels = np.zeros((60, 70, 5), np.uint16)
+        tifffile.imwrite(tmp_path / f"{number}.tif", pixels, photometric="minisblack", planarconfig="contig")
+    bands = {"num_channels": 5, "mean": [0.5] * 5, "std": [0.25] * 5, "device": "cpu"}
+    launched = launch.prepare(tmp_path, tmp_path.parent / "run", None, bands)
+    assert (launched.settings.recipe, launched.settings.views.global_size) == ("auto: adclr_cpu", 56)
 
 
 @pytest.mark.parametrize("name", parsing.recipe_names())

@@ -278,6 +278,9 @@ def test_a_missing_package_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPat
         ):
             decoder(file)
     assert Decoder()(encoded(PHOTO, "TIFF")).shape == (3, 20, 30)  # which Pillow reads
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    with pytest.raises(UserError, match=r"needs torchvision\.io, which is not installed; run: pip install adclr$"):
+        Decoder()(encoded(PHOTO, "JPEG"))
 
 
 @pytest.mark.parametrize("axis", [0, -1])
@@ -295,6 +298,21 @@ def test_images_of_many_bands(axis: int) -> None:
         Decoder(100, num_channels=5)(buffer.getvalue())
     with pytest.raises(Unreadable):
         Decoder(num_channels=5)(encoded(PHOTO, "JPEG"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"planarconfig": "separate"}, {"planarconfig": "contig"}, {"planarconfig": "contig", "bigtiff": True}]
+)
+def test_the_size_of_a_file_of_bands_is_in_its_header(options: dict[str, object]) -> None:
+    import tifffile
+
+    buffer, first = io.BytesIO(), options.get("planarconfig") == "separate"
+    tifffile.imwrite(
+        buffer, np.zeros((5, 12, 14) if first else (12, 14, 5), np.uint16), photometric="minisblack", **options
+    )
+    assert size_of(buffer.getvalue()) == (12, 14)
+    with pytest.raises(Unreadable):
+        size_of(buffer.getvalue()[:8])
 
 
 def test_headers_that_lie_are_no_way_in() -> None:

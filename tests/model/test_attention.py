@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adclr.model.ops import attention
+from adclr.model.ops import attention, dispatch
 from adclr.model.ops.attention import Config, Group
 from adclr.system import triton_available
 from kernel_device import DEVICE, needs_interpreter
@@ -155,7 +155,7 @@ def test_large_scores() -> None:
     for q, k in [(20.0, 20.0), (20.0, -20.0)]:  # all scores near 1600, or near -1600: e to that is no number
         qkv = qkv_of(groups, 1, 16)
         qkv[:, :16], qkv[:, 16:32] = q + 0.01 * qkv[:, :16], k + 0.01 * qkv[:, 16:32]
-        found, expected = (gradient(how, qkv, groups, 1) for how in (attention.fused, attention.plain))
+        found, expected = (gradient(how, qkv, groups, 1) for how in (attention.fused, dispatch.attend_plain))
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-3)
 
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_one_number_over_and_over() -> None:
 def test_plain_is_the_formula() -> None:
     groups = [*FEW, *EDGES]
     qkv = qkv_of(groups, 3, 16).double()
-    for mine, true in zip(*(gradient(how, qkv, groups, 3) for how in (attention.attend, formula)), strict=True):
+    for mine, true in zip(*(gradient(how, qkv, groups, 3) for how in (dispatch.attend, formula)), strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
 
 
@@ -271,7 +271,7 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
 def test_plain_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = qkv_of(FEW, 2, 12)  # heads of 12 are no tile, on any device
     monkeypatch.setattr(attention, "fused", None)
-    torch.testing.assert_close(attention.attend(qkv, FEW, 2).double(), formula(qkv, FEW, 2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dispatch.attend(qkv, FEW, 2).double(), formula(qkv, FEW, 2), rtol=1e-4, atol=1e-4)
 
 
 def test_groups_that_are_not_these_tokens() -> None:

@@ -411,7 +411,7 @@ def test_the_fused_path_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     method, views = method.to(DEVICE), make_views(settings, batch=1).map(lambda tensor: tensor.to(DEVICE))
     results = []
     for fits in (False, True):
-        monkeypatch.setattr(head_loss, "fits", lambda _, fits=fits: fits)
+        monkeypatch.setattr(ADCLR, "_runs_kernels", lambda *_, fits=fits: fits)
         losses = method(views, 0.05)
         losses.total.backward()
         sums = [center._sum.clone() for center in method.centers.values()]
@@ -431,7 +431,7 @@ def test_the_fused_path_stores_no_logits_of_all_patches(monkeypatch: pytest.Monk
     """In chunks of a few patches nothing that is stored has as many numbers as patches times prototypes."""
     settings, method = selfpatch(neighbor_prototypes=512)
     method, views = method.to(DEVICE), make_views(settings, batch=1).map(lambda tensor: tensor.to(DEVICE))
-    monkeypatch.setattr(head_loss, "fits", lambda _: True)
+    monkeypatch.setattr(ADCLR, "_runs_kernels", lambda *_: True)
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", 8 * 2 * 512 * 4)
     rows = 2 * 16 + 2 * 9
     stored: list[int] = []

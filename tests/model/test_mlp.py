@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr.model.ops import mlp, mlp_kernels
+from adclr.model.ops import dispatch, mlp, mlp_kernels
 from adclr.model.ops.mlp import BackwardConfig, ForwardConfig
 from adclr.system import triton_available
 
@@ -175,7 +175,7 @@ def test_half_precision(dtype: torch.dtype, parameters: torch.dtype | None) -> N
 
 def test_plain_is_the_formula() -> None:
     inputs = [x.double() for x in given()]
-    for mine, true in zip(*(gradients(how, inputs) for how in (mlp.mlp, formula)), strict=True):
+    for mine, true in zip(*(gradients(how, inputs) for how in (dispatch.mlp, formula)), strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
 
 
@@ -286,7 +286,7 @@ class Layers(nn.Module):
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + mlp.mlp(self.norm(x), self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        return x + dispatch.mlp(self.norm(x), self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
@@ -313,7 +313,9 @@ class Again(Layers):
 @pytest.mark.parametrize("kind", [Layers, Lean, Again])
 def test_compiled_whole(kind: type[Layers], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    plain_mlp = dispatch.mlp_plain
     monkeypatch.setattr(mlp, "fits", lambda y: True)
+    monkeypatch.setattr(dispatch, "mlp_plain", mlp.fused)  # on a CPU too
     calls: list[bool] = []
     forward = mlp.forward
 
@@ -347,6 +349,7 @@ def test_compiled_whole(kind: type[Layers], how: str, monkeypatch: pytest.Monkey
     plain = Layers().to(DEVICE)
     plain.load_state_dict(layers.state_dict())
     monkeypatch.setattr(mlp, "fits", lambda y: False)
+    monkeypatch.setattr(dispatch, "mlp_plain", plain_mlp)
     leaf = x.clone().requires_grad_()
     with torch.autocast(DEVICE.type, half, enabled=how == "autocast"):
         out = plain(leaf)
@@ -379,6 +382,8 @@ def test_the_kernels_are_used_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
 def test_plain_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp, "fused", None)
     inputs = given()
-    torch.testing.assert_close(mlp.mlp(*inputs).double(), formula(*(x.double() for x in inputs)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        dispatch.mlp(*inputs).double(), formula(*(x.double() for x in inputs)), rtol=1e-4, atol=1e-4
+    )
     y = inputs[0].bfloat16()
-    assert mlp.plain(y, *inputs[1:]).dtype == torch.bfloat16
+    assert dispatch.mlp_plain(y, *inputs[1:]).dtype == torch.bfloat16

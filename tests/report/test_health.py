@@ -12,8 +12,10 @@ import torch
 
 import adclr as package
 from adclr.data.random_draws import Draws
+from adclr.data.sets import scenes
 from adclr.evals import matching
-from adclr.report import health
+from adclr.report import health, record
+from adclr.report.metrics import describe_status
 from adclr.training.probe import summarize
 from tiny import TINY, Adclr
 
@@ -54,6 +56,46 @@ def test_which_collapse_is_found_and_when(bad: dict[str, float], name: str, word
     assert finding.name == name
     assert re.search(words, finding.words)
     assert health.diagnose([first, *[row(**bad)] * 3, row()]) is None  # it got over it
+
+
+SHORTCUT = {"query_image_gap": 0.01, "query_loss_of_log_k": 0.05, "query_temperature": 0.04}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"query_image_gap": 0.4}, False),  # it reads the image
+        ({"query_loss_of_log_k": 0.6}, False),  # it has learned nothing yet: every gap is small then
+        ({"query_temperature": 0.1}, False),  # soft targets
+    ],
+)
+def test_the_query_shortcut_is_named_with_the_settings_to_change(changes: dict[str, float], expected: bool) -> None:
+    first, later = row(), row(**(SHORTCUT | changes))
+    assert health.diagnose_shortcut([first, later, later]) is None  # three in a row
+    finding = health.diagnose_shortcut([first, *[later] * 3])
+    assert (finding is not None) is expected
+    if finding is not None:
+        assert "only 0.01 nats higher" in finding.words
+        assert re.search(r"set method\.query_temperature=0\.12.*views\.query_source=local", finding.words)
+    assert health.diagnose_shortcut([first, *[row()] * 3]) is None  # of a run of an earlier version
+    assert health.diagnose([first, *[later] * 3]) is None  # it is no collapse
+
+
+def test_published_queries_take_the_shortcut_and_read_only_ones_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenes.write_scenes(tmp_path / "scenes", seed=0, num_train=400, num_val=8, size=64, show=False)
+    changes = {"train.epochs": 16, "query_weight": 2.0, "num_prototypes": 64, "lr": 4e-3}
+    run = collapses.train(tmp_path / "scenes", tmp_path / "published", **changes)
+    assert "query shortcut: queries are matched by their own pixels" in capsys.readouterr().err
+    rows = [row for row in run.rows("metrics.jsonl") if "target_kl" in row]
+    assert all(row["query_temperature"] == pytest.approx(0.04) for row in rows)
+    assert any("Query shortcut" in statement.text for statement in describe_status(record.read_record(run.path)))
+    changes |= {"query_read_only_blocks": 2, "query_keys": "patches"}
+    run = collapses.train(tmp_path / "scenes", tmp_path / "read_only", **changes)
+    assert "query shortcut" not in capsys.readouterr().err
+    assert [row for row in run.rows("metrics.jsonl") if "target_kl" in row][-1]["query_image_gap"] > 0.5
 
 
 # 40 steps, 4 patches

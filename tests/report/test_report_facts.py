@@ -70,6 +70,17 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
 
 
+def test_a_run_of_a_few_steps_has_a_word_on_its_health(tmp_path: Path) -> None:
+    row = {"step": 10, "target_kl": 0.2, "target_entropy": 0.9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert describe_status(read_record(tmp_path)) == []  # it has just begun
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row | {"stopped": True}) + "\n")
+    (statement,) = describe_status(read_record(tmp_path))
+    assert not statement.good
+    assert statement.text.startswith("Health was measured once")
+    assert "0.2 nats" in statement.text
+
+
 def test_few_measures_can_say_that_it_collapses(tmp_path: Path) -> None:
     rows = [{"step": 10, "target_kl": 0.2, "target_entropy": 0.9}, {"step": 40, "target_kl": 1e-5, "target_entropy": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from adclr.features.drawing import Cell
 from adclr.system import fonts
 from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
+from adclr.training import launch
 from adclr.weights.backbone import architecture, save_backbone
 from tiny import tiny
 
@@ -93,6 +95,36 @@ def test_errors_are_one_harmless_line(tmp_path: Path, capsys: pytest.CaptureFixt
         err = capsys.readouterr().err
         assert_harmless(err)
         assert err.count("\n") == 1
+
+
+def test_a_damaged_shard_is_named_harmlessly(hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = tmp_path / "a.tar"
+    with tarfile.open(shard, "w") as archive:
+        for path in sorted(hostile.glob("[0-9]*")):
+            archive.add(path, path.name)
+        end = archive.offset
+    shard.write_bytes(shard.read_bytes()[:end])
+    changes = {"allow_damaged_shards": True, "train.batch_size": 1}
+    launch.prepare(shard, tmp_path / "run", "adclr_small", changes)
+    assert_harmless(capsys.readouterr().err)
+
+
+def test_the_output_is_named_harmlessly(hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, settings = tmp_path / f"w{ESCAPES}", tiny()
+    save_backbone(weights, architecture(settings).build().state_dict(), settings)
+    (hostile / f"broken{REVERSED}.png").unlink()
+    images, out = str(hostile), str(tmp_path / f"out{ESCAPES}")
+    for words in (
+        ["doctor", images, "--out", out, "num_workers=1"],
+        ["plan", "--images", "99", "--recipe", "adclr_small", "--gpu", "h200", "--json", f"{out}.json"],
+        ["visualize", "pca", str(weights), images, "--out", f"{out}_pca", "device=cpu"],
+        ["embed", str(weights), images, "--out", f"{out}_embed", "device=cpu"],
+        ["embed", str(weights), images, "--out", f"{out}_embed", "device=cpu"],  # is finished
+        ["evaluate", "matching", "--weights", str(weights), "--data", images, "device=cpu"],
+        ["export", str(weights), "--to", "safetensors", "--out", f"{out}_export"],
+    ):
+        cli.main(words)
+        assert_harmless("".join(capsys.readouterr()))
 
 
 def test_lines_that_stay_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:

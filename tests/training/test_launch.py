@@ -126,6 +126,12 @@ def test_other_epochs_for_a_run_that_has_not_ended(images: Path, tmp_path: Path)
         launch.prepare(images / "train", run.path, None, {"epochs": 5})
 
 
+@pytest.mark.parametrize("epochs", [-1, 0])
+def test_epochs_below_1_are_refused_by_their_own_name(images: Path, tmp_path: Path, epochs: int) -> None:
+    with pytest.raises(UserError, match=rf"train\.epochs={epochs} is not possible"):
+        launch.prepare(images / "train", tmp_path / "run", "adclr_small", {"epochs": epochs})
+
+
 @pytest.mark.parametrize("epochs", ["1e9", "100001"])
 def test_epochs_without_end_are_refused(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: str

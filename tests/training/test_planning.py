@@ -313,7 +313,8 @@ def test_on_a_cpu_views_and_decoding_take_time_too(images: Path, monkeypatch: py
 def test_a_plan_without_images_has_views_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planning.plan_run(None, images=50, recipe="adclr_vits16", overrides=TINY)
     assert plan["time"]["images_per_second"] < plan["time"]["views_images_per_second"]
-    assert "and their views at" in " ".join(capsys.readouterr().out.split())
+    views = f"{plan['time']['views_images_per_second']:.0f}"
+    assert f"and their views at {views}, without probes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,10 +332,10 @@ def test_who_should_not_start_is_warned(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_without_a_recipe_one_is_chosen_as_pretrain_would(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planning.plan_run(str(images / "train"), gpu=H200)
-    assert plan["recipe"] == "auto: adclr_small"
+    assert plan["recipe"] == "auto: adclr_plus_small"
     assert "24 pixels are small images" in capsys.readouterr().out
     plan = planning.plan_run(None, images=2_000_000, gpu=H200)
-    assert plan["recipe"] == "auto: adclr_vitb16"
+    assert plan["recipe"] == "auto: adclr_plus_vitb16"
     assert "taken to be of 256 pixels" in capsys.readouterr().out
 
 

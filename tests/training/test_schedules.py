@@ -145,7 +145,7 @@ def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_
     """What a recorded step does, without the recording: its numbers are one tensor, and recording runs it void."""
     from adclr.training import micro_batch
     from adclr.training.job import build
-    from adclr.training.step import Step
+    from adclr.training.step import Step, _frozen, _numbers
 
     settings, cpu = tiny(model__drop_path=0.0), torch.device("cpu")
     views = micro_batch.random_views(settings, 4, cpu)
@@ -161,7 +161,7 @@ def test_a_step_told_by_the_device_is_the_step_and_one_without_a_temperature_is_
         still = {"freeze_last_layer": number < 2, "freeze_backbone": number < 1}
         values = Values(0.01, 0.1 * number, 0.9, 0.04 + 0.01 * number, **still, query_temperature=0.1)
         losses, ok = steps[0]([views], values)
-        same, fine = steps[1]._run([views], torch.tensor(values.numbers), values.frozen)
+        same, fine = steps[1]._run([views], torch.tensor(_numbers(values)), _frozen(values))
         assert ok
         assert fine
         torch.testing.assert_close(losses, same)

@@ -121,9 +121,11 @@ def _flag(field: FieldInfo, name: str) -> Any:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (path, pydantic field) of every setting of a settings class."""
+    """Yield (path, pydantic field) of every setting of a settings class; an excluded field is none."""
     for name, field in model.model_fields.items():
         kind = field.annotation
+        if field.exclude:
+            continue
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from leaves(kind, f"{prefix}{name}.")
         else:
@@ -140,7 +142,7 @@ def _constants(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
     for name in sorted(model.__class_vars__ - Section.__class_vars__):
         yield prefix + name, getattr(model, name)
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and not field.exclude:
             yield from _constants(field.annotation, f"{prefix}{name}.")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from adclr.config.class_attention import refuse_class_attention
 from adclr.config.parsing import (
     VIT_SIZES,
     Beta,
@@ -35,7 +36,11 @@ Epochs = Annotated[int, Field(ge=1, le=100_000)]
 class Data(Section):
     """The collection of images."""
 
-    path: str = setting("", "folder, .txt list, .tar shards or hf:PATH (the DATA of the command line)", free=["resume"])
+    path: str = setting(
+        "",
+        "folder, .txt list, .tar shards, Parquet, hf:NAME, or one of these at a URL (the DATA of the command line)",
+        free=["resume"],
+    )
     labels: bool = setting(
         False, "the first level of sub-folders names classes; only the probe uses them", free=["resume"]
     )
@@ -52,6 +57,13 @@ class Data(Section):
     max_side: Side | None = advanced(None, "longer side to which larger images are resized; null: none")
     cache: Literal["auto", "off", "ram", "gpu"] = runtime(
         "auto", "where images are kept once decoded; auto: on the GPU or in memory if they fit"
+    )
+    local_cache: str | None = runtime(
+        None,
+        "folder on this machine that keeps what was read from a store; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr",
+    )
+    local_cache_gib: NonNegative | None = runtime(
+        None, "its largest size; 0: nothing is kept; null: $ADCLR_LOCAL_CACHE_GIB, or 20"
     )
     max_unreadable: Ratio = runtime(0.1, "share of unreadable images above which the run stops")
     mean: tuple[Ratio, ...] = setting((0.485, 0.456, 0.406), "mean of each channel, of 1")
@@ -318,6 +330,11 @@ class Settings(Section):
     probe: Probe = Probe()
 
     @property
+    def command(self) -> str:
+        """Return the command that trains with such settings."""
+        return "pretrain"
+
+    @property
     def masked(self) -> bool:
         """Return whether there is a masked-patch loss."""
         return self.method.masked_weight > 0
@@ -370,7 +387,13 @@ class Settings(Section):
                 "model.query_keys=all lets queries leak masked pixels; "
                 "set method.masked_weight=0 or another model.query_keys"
             )
-        self._check_class_attention()
+        refuse_class_attention(
+            self.model.class_attention,
+            views.num_queries + self.model.num_registers,
+            self.method.neighbor_weight,
+            self.masked,
+            self.method.target,
+        )
         if self.optim.warmup_epochs >= self.train.epochs:
             raise ValueError(
                 f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
@@ -393,28 +416,3 @@ class Settings(Section):
                 f"set train.micro_batch_size={fits}"
             )
         return self
-
-    def _check_class_attention(self) -> None:
-        """Refuse combinations with class attention, or with the patch loss, that no method defines."""
-        blocks, neighbors = self.model.class_attention, self.method.neighbor_weight
-        refusals = (
-            (
-                blocks and (self.views.num_queries or self.model.num_registers),
-                "model.class_attention is for patches alone; set views.num_queries=0 and model.num_registers=0",
-            ),
-            (
-                neighbors and not blocks,
-                "method.neighbor_weight needs blocks in which a token reads given patches; set model.class_attention=2",
-            ),
-            (
-                neighbors and self.masked,
-                "method.neighbor_weight predicts what is around patches that are seen; set method.masked_weight=0",
-            ),
-            (
-                neighbors and self.method.target == "sinkhorn",
-                "method.neighbor_weight has centered targets; set method.target=center",
-            ),
-        )
-        for refused, sentence in refusals:
-            if refused:
-                raise ValueError(sentence)

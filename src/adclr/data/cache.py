@@ -5,7 +5,7 @@ Pixels of the GPU's decoder, for files that are not cached, differ by 1/255 in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +23,7 @@ from adclr.system.threads import ThreadPool, load_in_order, wait_for
 
 Mode = Literal["auto", "off", "ram", "gpu"]
 Read = Callable[[int], Pixels | None]  # the pixels of an item, None if it cannot be read
+Parts = Iterable[NDArray[np.int64]]  # indices that are read one after the other
 SAMPLE = 48  # images from which the size of all is estimated
 MARGIN = 1.5  # times the estimate, before the collection counts as too large
 HOST_SHARE, GPU_SHARE = 0.5, 0.25  # of the free memory that `auto` uses
@@ -64,10 +65,12 @@ class Store:
         return self.packed.bytes.numel() / GIB
 
 
-def estimate_bytes(read: Read, count: int, pool: ThreadPool) -> float:
+def estimate_bytes(
+    read: Read, count: int, pool: ThreadPool, ahead: Callable[[Parts], Parts] = lambda parts: parts
+) -> float:
     """Estimate the bytes of a decoded collection from a few of its images."""
-    chosen = np.linspace(0, count - 1, min(SAMPLE, count)).astype(int)
-    futures = [pool.submit(read, int(i)) for i in chosen]
+    chosen = np.linspace(0, count - 1, min(SAMPLE, count)).astype(np.int64)
+    futures = [pool.submit(read, int(i)) for part in ahead([chosen]) for i in part]
     sizes = [pixels.size for pixels in (wait_for(future, pool) for future in futures) if pixels is not None]
     return count * float(np.mean(sizes)) if sizes else 0.0
 
@@ -81,17 +84,18 @@ def build_store(
     device: torch.device,
     show: bool = True,
     reading: Callable[[], str] = lambda: "the images",
+    ahead: Callable[[Parts], Parts] = lambda parts: parts,
 ) -> Store | None:
     """Decode a collection into the cache that `data.cache` asks for; None for none.
 
-    `reading` returns what is being read at the moment, for a message.
+    `reading` returns what is being read at the moment, for a message; `ahead` announces parts to a store.
     """
     if mode == "gpu" and device.type != "cuda":
         raise UserError("data.cache=gpu was asked for but the run is not on a GPU; set data.cache=ram or auto")
     if mode == "off":
         return None
     with ThreadPool(max(1, num_workers), "cache") as pool:
-        size = estimate_bytes(read, count, pool)
+        size = estimate_bytes(read, count, pool, ahead)
         location = (
             choose_location(mode, size, free) if size else None
         )  # if nothing can be read, the first batch says so
@@ -99,7 +103,7 @@ def build_store(
         return None
     capacity = MARGIN * size + 2**26 if mode == "auto" else free.host
     part = int(np.clip(PART_BYTES * count // size, 1, PART_IMAGES))
-    packed = _fill(read, count, part, max(1, num_workers), min(free.host, capacity), show, reading)
+    packed = _fill(read, count, part, max(1, num_workers), min(free.host, capacity), show, reading, ahead)
     if packed is None:
         if mode == "auto":
             return None
@@ -130,6 +134,7 @@ def _fill(
     capacity: float,
     show: bool,
     reading: Callable[[], str],
+    ahead: Callable[[Parts], Parts],
 ) -> Packed | None:
     """Decode all images, `part` at a time; None if they exceed `capacity` bytes.
 
@@ -140,7 +145,7 @@ def _fill(
     used = channels = 0
     parts = (np.arange(first, min(first + part, count)) for first in range(0, count, part))
     decoded = load_in_order(
-        parts, lambda indices: indices, read, _pack_readable, reading, num_workers, ahead=num_workers
+        ahead(parts), lambda indices: indices, read, _pack_readable, reading, num_workers, ahead=num_workers
     )
     with closing(decoded), ProgressLine("decoding into memory", count, show=show) as line:
         for number, (readable, packed) in enumerate(decoded, 1):

@@ -1,4 +1,4 @@
-"""Opening a collection by its name: a folder, a .txt list, .tar shards or hf:PATH."""
+"""Opening a collection by its name: a folder, a .txt list, .tar shards, Parquet or Arrow files, hf:NAME, or a URL."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import glob
 import os
 import re
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from adclr.config.auto import Choice, choose
 from adclr.config.parsing import UserError
+from adclr.data import huggingface_cache
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.huggingface import HuggingFace
 from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
+from adclr.data.store_sources import StoreFolder, open_list
+from adclr.data.tables import SUFFIXES as TABLES
+from adclr.data.tables import Tables
 from adclr.data.tar_shards import TarShards
+from adclr.system import stores
 from adclr.system.machine import gpu_bytes
+from adclr.system.store_urls import base_name, conceal, is_remote
 from adclr.system.threads import ThreadPool, wait_for
 
 LISTS = (".txt", ".lst", ".list")
@@ -29,27 +36,72 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
     `index` is a file that may hold the index of an earlier search; `allow_damaged` takes what can be read of tar shards
     that are cut off, which are refused otherwise.
     """
-    text = os.fspath(where)
-    if text.startswith("hf:"):
-        return HuggingFace(text.removeprefix("hf:"))
+    text = conceal(os.fspath(where))
+    if text.startswith("hf:") and not is_remote(text):
+        name = text.removeprefix("hf:")
+        if huggingface_cache.is_name(name):
+            return _open_files(text, huggingface_cache.find_files(name), index, allow_damaged)
+        return HuggingFace(name)
+    if is_remote(text):
+        return _open_in_store(text, index, allow_damaged)
     if not os.path.exists(text) and re.search(r"[*?\[{]", text):
-        return TarShards(text, expand(text), _load_index(index), allow_damaged)
+        return _open_files(text, expand(text), index, allow_damaged)
     if os.path.isfile(text):
-        if text.endswith(".tar"):
-            return TarShards(text, [text], _load_index(index), allow_damaged)
         if text.endswith(LISTS):
-            return FileList(text)
-        raise UserError(f"{text} is not a folder, a list ({' '.join(LISTS)}) or a .tar shard; name one of these")
+            return open_list(text) or FileList(text)
+        if text.endswith((".tar", *TABLES)):
+            return _open_files(text, [text], index, allow_damaged)
+        raise UserError(
+            f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or a table ({' '.join(TABLES)}); "
+            "name one of these"
+        )
     if os.path.isdir(text):
-        shards = sorted(glob.glob(f"{glob.escape(text)}/*.tar"))
-        if shards:  # a forgotten archive beside photos is not the collection
+        files = _packed_files(os.path.join(text, name) for name in os.listdir(text))
+        if files:  # a forgotten archive beside photos is not the collection
             listing = index_folder(Path(text))
             if listing.names:
                 return ImageFolder(text, listing)
-            return TarShards(text, shards, _load_index(index), allow_damaged)
+            return _open_files(text, files, index, allow_damaged)
     known = _load_index(index)
     of_folder = known is not None and next(iter(known.facts)) == os.path.abspath(text)
     return ImageFolder(text, known if of_folder else None)
+
+
+def _open_in_store(url: str, index: Path | None, allow_damaged: bool) -> Source:
+    """Return the source that a URL stands for."""
+    if re.search(r"[*\[{]", url):
+        return _open_files(url, expand(url), index, allow_damaged)
+    name = base_name(url)
+    try:
+        if name.endswith(LISTS):
+            listed = open_list(url)
+            assert listed is not None  # of a URL it is not
+            return listed
+        if name.endswith((".tar", *TABLES)):
+            return _open_files(url, [url], index, allow_damaged)
+    except FileNotFoundError:
+        raise UserError(f"{url} does not exist; check the URL") from None
+    files = stores.list_files(url)
+    packed = _packed_files(file.url for file in files if "/" not in file.url[len(url.rstrip("/")) + 1 :])
+    if packed and not StoreFolder.holds_images(url, files):
+        return _open_files(url, packed, index, allow_damaged)
+    if not files:
+        raise UserError(f"{url} does not exist, or holds nothing; check the URL")
+    return StoreFolder(url, files)
+
+
+def _packed_files(names: Iterable[str]) -> list[str]:
+    """Return the shards among files, or, if there are none, the Parquet files, or the Arrow files; sorted."""
+    visible = sorted(name for name in names if not os.path.basename(name).startswith("."))
+    of_kind = ([name for name in visible if name.endswith(kind)] for kind in (".tar", *TABLES))
+    return next((files for files in of_kind if files), [])
+
+
+def _open_files(where: str, files: Sequence[str], index: Path | None, allow_damaged: bool) -> Source:
+    """Return the source of tar shards, or of tables."""
+    if all(base_name(file).endswith(TABLES) for file in files):
+        return Tables(where, list(dict.fromkeys(files)))
+    return TarShards(where, files, _load_index(index), allow_damaged)
 
 
 def _load_index(index: Path | None) -> Listing | None:
@@ -68,10 +120,18 @@ def expand(pattern: str) -> list[str]:
         numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
         names = [pattern[: numbered.start()] + number + pattern[numbered.end() :] for number in numbers]
         return list(dict.fromkeys(path for name in names for path in expand(name)))
-    paths = sorted(glob.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
-    if not paths:
+    if is_remote(pattern):  # a ? begins a query there
+        matches = [file.url for file in stores.match_files(pattern)] if re.search(r"[*\[]", pattern) else [pattern]
+    else:
+        matches = sorted(glob.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
+    if not matches:
         raise UserError(f"no file is named as {pattern}; check the pattern")
-    return paths
+    return matches
+
+
+def is_folder(where: str) -> bool:
+    """Return whether there is a folder of this name, or something below this URL."""
+    return stores.exists(where) if is_remote(where) else os.path.isdir(where)
 
 
 def median_side(source: Source) -> int:
@@ -84,6 +144,7 @@ def median_side(source: Source) -> int:
             return None
 
     chosen = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)
+    source.announce(chosen.tolist())
     with ThreadPool(1, "headers") as reader:  # in a thread, so that a disk that hangs is noticed
         lengths = [wait_for(future, reader) for future in [reader.submit(side, int(index)) for index in chosen]]
     sides = [length for length in lengths if length is not None]

@@ -91,6 +91,8 @@ class Decoder:
         # there may be more memory the next time, and a package can be installed; the file is not to blame
         except (Unreadable, UserError, MemoryError):
             raise
+        except ImportError as error:  # also of a package that adclr always needs
+            raise optional.not_installed(error.name or "a package", "adclr", "decoding") from None
         except UnidentifiedImageError:
             raise Unreadable(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
         # Decoders raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
@@ -301,15 +303,24 @@ def _reason(error: Exception) -> str:
 
 def tiff_bands(data: bytes) -> int | None:
     """Return the number of bands of a TIFF file, without transparency; None if it is none or broken."""
+    tags = _tiff_tags(data)
+    try:
+        if tags is None or not any(part in tags for part in OFFSETS):
+            return None
+        return int(tags.get(SAMPLES, 1)) - sum(kind in ALPHA for kind in tags.get(EXTRA_SAMPLES, ()))
+    except Exception:  # many kinds, where it is broken
+        return None
+
+
+def _tiff_tags(data: bytes) -> ImageFileDirectory_v2 | None:
+    """Return the tags of the first page of a TIFF file, with width and height; None if it is none or broken."""
     if not data.startswith(TIFF + BIG_TIFF):
         return None
     try:
         tags, file = ImageFileDirectory_v2(data[: 16 if data.startswith(BIG_TIFF) else 8]), io.BytesIO(data)
         file.seek(tags.next)
         tags.load(file)
-        if not (WIDTH in tags and HEIGHT in tags and any(part in tags for part in OFFSETS)):
-            return None
-        return int(tags.get(SAMPLES, 1)) - sum(kind in ALPHA for kind in tags.get(EXTRA_SAMPLES, ()))
+        return tags if WIDTH in tags and HEIGHT in tags else None
     except Exception:  # many kinds, where it is broken
         return None
 
@@ -353,5 +364,8 @@ def size_of(data: bytes) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return image.height, image.width
-    except Exception as error:
-        raise Unreadable(type(error).__name__) from None
+    except Exception as error:  # also of a TIFF file of bands, which Pillow does not know
+        tags = _tiff_tags(data)
+        if tags is None:
+            raise Unreadable(type(error).__name__) from None
+        return int(tags[HEIGHT]), int(tags[WIDTH])

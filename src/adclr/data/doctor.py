@@ -25,12 +25,14 @@ from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
 from adclr.data.sources import Source, error_reason
+from adclr.data.store_reader import read_ahead
 from adclr.data.tar_shards import TarShards
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 from adclr.system.runs import provenance
+from adclr.system.store_urls import conceal
 from adclr.system.text import format_size, printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
@@ -126,7 +128,7 @@ def _pages(image: Image.Image) -> int:
 def _examine_all(source: Source, decoder: Decoder, num_workers: int) -> Iterator[Finding]:
     """Yield all findings in order; few are queued at a time, since each holds a decoded image."""
     with ThreadPoolExecutor(num_workers) as pool:
-        numbers = iter(range(len(source)))
+        numbers = read_ahead(range(len(source)), lambda index: [index], source)
         queued = [pool.submit(_examine, source, i, decoder) for i in islice(numbers, 4 * num_workers)]
         for index in range(len(source)):
             yield queued[index % len(queued)].result()
@@ -340,6 +342,7 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
         raise UserError(f"{out} is a file; choose another --out")
     files = [out / name for name in ("doctor.json", "doctor.txt", "contact_sheet.png")]
     outputs.check_overwrite("doctor", files, overwrite, record=files[0])
+    data = conceal(data)
     source = open_source(data, allow_damaged=True)
     collection.check_apart(out, source)
     decoder = Decoder(settings.max_pixels, settings.num_channels)
@@ -353,5 +356,6 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
     write_atomically(files[1], f"{text}\n\n{outputs.author_words('doctor')}\n".encode("utf-8", "backslashreplace"))
     if sheet is not None:
         write_atomically(files[2], outputs.encode_png(sheet, "doctor"))
-    print(f"\nwritten to {out}: doctor.json, doctor.txt{', contact_sheet.png' if sheet is not None else ''}")
+    sheet_name = ", contact_sheet.png" if sheet is not None else ""
+    print(f"\nwritten to {printable(str(out))}: doctor.json, doctor.txt{sheet_name}")
     return report

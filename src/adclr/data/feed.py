@@ -28,6 +28,7 @@ from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed, pack
 from adclr.data.random_draws import Keys
 from adclr.data.sources import Source, error_reason, raise_with_name
+from adclr.data.store_reader import read_ahead
 from adclr.system import distributed, machine
 from adclr.system.threads import NUM_ASSEMBLERS, load_in_order
 
@@ -89,7 +90,7 @@ class Feed:
             return Batch(packed, planner(epoch, self.source.keys[indices], packed.sizes), epoch, indices)
 
         return load_in_order(
-            order,
+            order if self.store is not None else read_ahead(order, indices_to_read, self.source),
             indices_to_read,
             self._load,
             assemble,
@@ -125,7 +126,15 @@ class Feed:
         gpu = machine.available_gpu_memory(device) if device.type == "cuda" else 0.0
         free = cache.FreeMemory(machine.host_memory() / distributed.local_world_size(), gpu)
         self.store = cache.build_store(
-            mode, self.read, len(self.source), self.num_workers, free, device, distributed.is_main(), self.reading
+            mode,
+            self.read,
+            len(self.source),
+            self.num_workers,
+            free,
+            device,
+            distributed.is_main(),
+            self.reading,
+            lambda parts: read_ahead(parts, lambda part: part, self.source),
         )
 
     def rate(self, batch: int = 128, batches: int = 4, seconds: float = float("inf")) -> float:
@@ -216,7 +225,9 @@ class Feed:
     def _add_unreadable(self, index: int, reason: str) -> None:
         lost = self.source.lost(index)
         if lost is not None:  # its files are good, and would only be listed one after the other
-            raise UserError(f"{lost} has disappeared; bring it back and run the command again")
+            raise UserError(
+                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run the command again"
+            )
         self.unreadable.add(index)
         self.on_unreadable(self.source.paths[index], reason)
 

@@ -39,7 +39,8 @@ class HuggingFace(Source):
         self.column: Any = dataset.cast_column(images[0], datasets.Image(decode=False)).select_columns([images[0]])
         self.name = images[0]
         self.version = str(getattr(dataset, "_fingerprint", ""))
-        super().__init__(Path(path), [f"{number:09d}" for number in range(len(dataset))])
+        self.folder = Path(path)
+        super().__init__(self.folder, [f"{number:09d}" for number in range(len(dataset))])
 
     def fingerprint(self) -> str:
         """Return a hash that includes the data set's own fingerprint, since rows have no names."""
@@ -47,7 +48,7 @@ class HuggingFace(Source):
 
     def file(self, index: int) -> str:  # noqa: ARG002
         """Return the file that exists as long as the data set does."""
-        return str(self.root / STATE)
+        return str(self.folder / STATE)
 
     @cached_property
     def files(self) -> tuple[int, int]:

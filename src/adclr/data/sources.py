@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
 from adclr.data.random_draws import Keys, key_of
+from adclr.system import stores
 from adclr.system.files import write_atomically
 from adclr.system.progress import ProgressCount
+from adclr.system.store_urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -35,8 +37,10 @@ NO_EXTENTS = np.zeros((0, 3), np.int64)
 class Source:
     """A collection of images; here of files below a folder, which other sources change."""
 
-    def __init__(self, root: Path, paths: Sequence[str], listing: Listing | None = None) -> None:
-        self.root, self.paths = root, paths  # what the user named; the name of each item
+    num_ahead = 0  # items that are announced before they are read; of stores only
+
+    def __init__(self, root: Path | str, paths: Sequence[str], listing: Listing | None = None) -> None:
+        self.root, self.paths = root, paths  # what the user named (a URL is text); the name of each item
         self.listing = listing  # the index of the collection, where searching it again takes long
 
     @cached_property
@@ -63,6 +67,9 @@ class Source:
     def read(self, index: int) -> bytes:
         """Return the encoded image."""
         return read_file(self.file(index))
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """Begin to fetch items that will be read soon; files on a disk are read when they are asked for."""
 
     def lost(self, index: int) -> str | None:
         """Return what has disappeared with an unreadable item, the collection or a folder; None: only the item."""
@@ -108,32 +115,46 @@ class FileList(Source):
     """A text file with a path on each line, relative to the file's folder or absolute, and a label behind a tab."""
 
     def __init__(self, file: str | Path) -> None:
-        file = Path(file)
-        try:
-            text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
-        except OSError as error:
-            raise UserError(f"list {file} cannot be read ({error.strerror}); check the path") from None
-        if "\0" in text:
-            raise UserError(f"list {file} is not text in UTF-8; write it as such")
-        rows = [line.rstrip("\r").partition("\t") for line in text.split("\n") if line.strip()]
-        self.labels = {path.strip(): label.strip() for path, _, label in rows}
-        if not self.labels:
-            raise UserError(f"list {file} names no image; write one path on each line")
-        super().__init__(file, list(self.labels))
+        self.labels = parse_list(file, read_list(file))
+        self.folder = Path(file).parent
+        super().__init__(Path(file), list(self.labels))
 
     def file(self, index: int) -> str:
         """Return the path of an item."""
-        return os.path.join(self.root.parent, self.paths[index])
+        return os.path.join(self.folder, self.paths[index])
 
     def label(self, index: int) -> str | None:
         """Return the text behind the tab; else the first folder of a relative path, the last of an absolute one."""
         path = self.paths[index]
-        if self.labels[path]:
-            return self.labels[path]
-        if os.path.isabs(path):
-            return os.path.basename(os.path.dirname(path)) or None
-        first, slash, _ = path.removeprefix("./").partition("/")
-        return first if slash else None
+        return self.labels[path] or label_of(path)
+
+
+def read_list(file: str | Path) -> bytes:
+    """Return the content of a list of images on this machine."""
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UserError(f"list {file} cannot be read ({error.strerror}); check the path") from None
+
+
+def parse_list(file: str | Path, content: bytes) -> dict[str, str]:
+    """Return the label of each path of a list, in order; empty where there is none."""
+    text = content.decode("utf-8-sig", errors="surrogateescape")
+    if "\0" in text:
+        raise UserError(f"list {file} is not text in UTF-8; write it as such")
+    rows = [line.rstrip("\r").partition("\t") for line in text.split("\n") if line.strip()]
+    labels = {path.strip(): label.strip() for path, _, label in rows}
+    if not labels:
+        raise UserError(f"list {file} names no image; write one path on each line")
+    return labels
+
+
+def label_of(path: str) -> str | None:
+    """Return the first folder of a relative path, the last of an absolute one or a URL; None if there is none."""
+    if os.path.isabs(path) or is_remote(path):
+        return os.path.basename(os.path.dirname(path)) or None
+    first, slash, _ = path.removeprefix("./").partition("/")
+    return first if slash else None
 
 
 class Files(Source):
@@ -155,6 +176,16 @@ class Subset(Source):
     def __init__(self, whole: Source, chosen: NDArray[np.int64]) -> None:
         super().__init__(whole.root, [whole.paths[i] for i in chosen])
         self.whole, self.chosen = whole, chosen
+        self.num_ahead = whole.num_ahead
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Return the keys in the whole source."""
+        return self.whole.keys[self.chosen]
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """Announce items of the whole source."""
+        self.whole.announce(int(self.chosen[index]) for index in indices)
 
     def read(self, index: int) -> bytes:
         """Read an item from the whole source."""
@@ -316,11 +347,14 @@ class Listing:
     places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
     labels: list[str]  # one for each item, or none at all
     problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, dangling links
+    keyed_by_member: bool = False  # of shards: keys do not depend on the shard; false in indexes of version 0.1
 
     def current(self) -> bool:
         """Return whether the collection is still what was indexed."""
         try:
-            same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items())
+            same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items() if not is_remote(path))
+            remote = [path for path in self.facts if is_remote(path)] if same else []
+            same = same and stores.in_parallel(lambda path: fact(path, True), remote) == [self.facts[p] for p in remote]
         except OSError:
             return False
         # the folder of a link does not change when the file that the link points to is restored
@@ -334,6 +368,7 @@ class Listing:
             "facts": np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
             "places": self.places,
             "problems": np.frombuffer(json.dumps(self.problems).encode(), np.uint8),
+            "keyed_by_member": np.array(self.keyed_by_member),
         }
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
@@ -350,7 +385,8 @@ def load_listing(path: Path) -> Listing | None:
             facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
             problems = {str(k): str(v) for k, v in json.loads(file["problems"].tobytes()).items()}
             places = file["places"].astype(np.int64)
-            listing = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems)
+            keyed = "keyed_by_member" in file and bool(file["keyed_by_member"])
+            listing = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems, keyed)
     except Exception:  # whatever is wrong with it, the collection can be indexed again
         return None
     shape = (len(listing.names), 3)
@@ -361,6 +397,9 @@ def load_listing(path: Path) -> Listing | None:
 
 def fact(path: str | Path, is_file: bool) -> Fact:
     """Return the facts of a file or folder, by which a change of it is noticed."""
+    if is_remote(str(path)):
+        stored = stores.stat(str(path))
+        return 1, stored.version, 0, 0, stored.size
     status = os.stat(path)
     size = status.st_size if is_file else 0
     return int(is_file), status.st_mtime_ns, status.st_ctime_ns, status.st_ino, size

@@ -1,20 +1,39 @@
-"""Tar shards: images are read through an index of their positions, in any order; nothing is unpacked to disk."""
+"""Tar shards: images are read through an index of their positions, in any order; nothing is unpacked to disk.
+
+Shards are files or objects of a store. Labels are beside the images, as WebDataset has them: the text of NAME.cls, or
+the label in NAME.json. An image's key is a hash of its name in the shard, as if the shards were unpacked into one
+folder; only where two shards have a member of the same name the shard is part of it.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from adclr.config.parsing import UserError
+from adclr.data.random_draws import Keys, key_of
 from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
+from adclr.data.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
+from adclr.system import stores
 from adclr.system.progress import ProgressCount
+from adclr.system.store_urls import is_remote
+from adclr.system.stores import StoreFile
+from adclr.system.threads import ThreadPool
 
 LONGEST_LABEL = 256  # bytes of a .cls file
+LONGEST_JSON = 2**16  # bytes of a .json file
+LABELS = ("label", "cls", "class", "class_name", "category")  # keys of a .json file, the first that is there counts
+SHARDS_AT_ONCE = 16  # of a store that are indexed at the same time
+Opener = Callable[[str], BinaryIO]
 
 
 class TarShards(Source):
@@ -27,12 +46,38 @@ class TarShards(Source):
         self, root: str | Path, shards: Sequence[str], listing: Listing | None = None, allow_damaged: bool = False
     ) -> None:
         shards = list(dict.fromkeys(str(shard) for shard in shards))  # patterns may name one twice
-        if listing is None or list(listing.facts) != shards:
-            listing = index_shards(shards)
+        known = listing is not None and list(listing.facts) == shards
+        facts = listing.facts if listing is not None and known else _facts(shards)
+        self.files: dict[str, StoreFile] = {}  # of the shards in a store
+        self.reader: StoreReader | None = None
+        if is_remote(shards[0]):
+            self.files = {shard: StoreFile(shard, facts[shard][4], facts[shard][1]) for shard in shards}
+            self.reader = StoreReader(sum(file.size for file in self.files.values()))
+            self.num_ahead = NUM_AHEAD
+        if listing is None or not known:
+            listing = index_shards(shards, facts, self._open)
         if listing.problems and not allow_damaged:
             raise UserError(_refusal(listing))
-        super().__init__(Path(root), listing.names, listing)
+        super().__init__(str(root) if self.files else Path(root), listing.names, listing)
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Return the key of each item, by its name in the shard if no other shard has a member of that name."""
+        assert self.listing is not None
+        if self.listing.keyed_by_member:
+            lengths = [len(title) + 1 for title in _titles(self.shards)]
+            members = (path[lengths[shard] :] for path, shard in zip(self.paths, self.places[:, 0], strict=True))
+            keys = np.fromiter((key_of(name.removeprefix("./")) for name in members), np.uint64, len(self.paths))
+            if len(np.unique(keys)) == len(keys):
+                return keys
+        return np.fromiter(map(key_of, self.paths), np.uint64, len(self.paths))
+
+    def _open(self, shard: str) -> BinaryIO:
+        """Return a shard as a file."""
+        if self.reader is None:
+            return open(shard, "rb")
+        return cast(BinaryIO, io.BufferedReader(StoredObject(self.reader.streaming(), self.files[shard]), BLOCK))
 
     def file(self, index: int) -> str:
         """Return the shard of an item."""
@@ -41,6 +86,8 @@ class TarShards(Source):
     def read(self, index: int) -> bytes:
         """Return the bytes of a member."""
         _, offset, length = (int(number) for number in self.places[index])
+        if self.reader is not None:
+            return self.reader.read(self.files[self.file(index)], offset, length)
         with open(self.file(index), "rb") as file:  # 6 microseconds, measured; held open, thousands would be too many
             file.seek(offset)
             data = file.read(length)
@@ -48,8 +95,14 @@ class TarShards(Source):
             raise OSError(f"shard {self.file(index)} ends before {self.paths[index]} does")
         return data
 
+    def announce(self, indices: Iterable[int]) -> None:
+        """Begin to fetch items of shards in a store."""
+        for index in indices if self.reader is not None else ():
+            _, offset, length = (int(number) for number in self.places[index])
+            cast(StoreReader, self.reader).announce(self.files[self.file(index)], offset, length)
+
     def label(self, index: int) -> str | None:
-        """Return the text of the .cls file, else the first folder of the member's name."""
+        """Return the text of the .cls file or the label in the .json file, else the first folder of the member."""
         if self.labels and self.labels[index]:
             return self.labels[index]
         member = self.paths[index].partition(".tar/")[2]
@@ -63,26 +116,46 @@ class TarShards(Source):
 
     def holds(self, folder: str | Path) -> bool:
         """Return whether an image in this folder would turn the folder of the shards into a folder of images."""
+        if self.files:
+            return False
         return super().holds(folder) or (os.path.isdir(self.root) and is_searched(folder, [self.root]))
 
     def lost(self, index: int) -> str | None:
         """Return the shard if it has disappeared, and many images with it."""
         shard = self.file(index)
-        return None if os.path.exists(shard) else shard
+        return None if (stores.exists(shard) if self.files else os.path.exists(shard)) else shard
 
 
-def index_shards(shards: Sequence[str]) -> Listing:
+def _facts(shards: Sequence[str]) -> Facts:
+    """Return size and time or version of each shard."""
+
+    def facts_of(shard: str) -> tuple[int, ...]:
+        try:
+            return fact(shard, True)
+        except OSError as error:
+            raise UserError(f"shard {shard} cannot be read ({error.strerror}); check the path") from None
+
+    many = is_remote(shards[0])
+    return dict(zip(shards, stores.in_parallel(facts_of, shards) if many else map(facts_of, shards), strict=True))
+
+
+def index_shards(shards: Sequence[str], facts: Facts, open_shard: Opener) -> Listing:
     """Index the images of all shards; a damaged shard is named under `problems`, its readable images are listed."""
     names: list[str] = []
     places: list[tuple[int, int, int]] = []
     labels: dict[str, str] = {}
-    facts: Facts = {}
     problems: dict[str, str] = {}
-    with ProgressCount("indexing", "images") as tally:
-        for number, (shard, title) in enumerate(zip(shards, _titles(shards), strict=True)):
+    with (
+        ProgressCount("indexing", "images") as tally,
+        ThreadPool(min(SHARDS_AT_ONCE, len(shards)) if is_remote(shards[0]) else 1, "index") as pool,
+    ):
+        pending = [
+            pool.submit(_read_members, shard, title, facts[shard][4], open_shard)
+            for shard, title in zip(shards, _titles(shards), strict=True)
+        ]
+        for number, (shard, future) in enumerate(zip(shards, pending, strict=True)):
             try:
-                facts[shard] = fact(shard, True)
-                members = _read_members(shard, title)
+                members = future.result()
             except tarfile.TarError as error:
                 raise UserError(
                     f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or mend it"
@@ -98,7 +171,8 @@ def index_shards(shards: Sequence[str]) -> Listing:
     if not names:
         raise UserError(f"the shards ({shards[0]}, ...) hold no image; these count: {' '.join(SUFFIXES)}")
     labels_in_order = [labels.get(_stem(name), "") for name in names] if labels else []
-    return Listing(names, facts, np.array(places, np.int64).reshape(-1, 3), labels_in_order, problems)
+    in_order = {shard: facts[shard] for shard in shards}
+    return Listing(names, in_order, np.array(places, np.int64).reshape(-1, 3), labels_in_order, problems, True)
 
 
 @dataclass
@@ -110,11 +184,11 @@ class _Members:
     problem: str = ""  # what is wrong with the shard; empty: nothing
 
 
-def _read_members(shard: str, title: str) -> _Members:
+def _read_members(shard: str, title: str, size: int, open_shard: Opener) -> _Members:
     """Read the headers of a shard; raise `tarfile.TarError` where there is not even a first one."""
     members = _Members()
-    last, count, size = "", 0, os.path.getsize(shard)
-    with tarfile.open(shard, "r:") as archive:
+    last, count, texts = "", 0, {".cls": LONGEST_LABEL, ".json": LONGEST_JSON}
+    with open_shard(shard) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
         try:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # else a record of every member is kept
@@ -129,12 +203,18 @@ def _read_members(shard: str, title: str) -> _Members:
                 name = f"{title}/{member.name}"
                 if base.lower().endswith(SUFFIXES):
                     members.images.append((name, member.offset_data, member.size))
-                elif base.endswith(".cls") and member.size <= LONGEST_LABEL:
+                elif member.size <= texts.get(os.path.splitext(base)[1], -1):
                     file = archive.extractfile(member)
                     assert file is not None  # of a regular member it is not
-                    members.labels[_stem(name)] = file.read().decode("utf-8", "replace").strip()
+                    label = file.read().decode("utf-8", "replace").strip()
+                    if base.endswith(".cls"):
+                        members.labels[_stem(name)] = label
+                    elif json_label := _label_in(label):
+                        members.labels.setdefault(_stem(name), json_label)
             else:
                 members.problem = _end_problem(archive, size)
+        except UserError:  # a ValueError too: a store that does not answer says nothing of the shard
+            raise
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:  # a header can hold anything
             members.problem = _end_problem(archive, size) or f"its header at byte {archive.offset} is broken ({error})"
     if members.problem and not count:
@@ -142,6 +222,16 @@ def _read_members(shard: str, title: str) -> _Members:
     if members.problem:
         members.problem += f" after {count} readable members, the last of which is {last}"
     return members
+
+
+def _label_in(text: str) -> str:
+    """Return the label in the text of a .json file, or nothing."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    label = next((values[key] for key in LABELS if key in values), "") if isinstance(values, dict) else ""
+    return str(label)[:LONGEST_LABEL].strip() if isinstance(label, str | int) else ""
 
 
 def _end_problem(archive: tarfile.TarFile, size: int) -> str:

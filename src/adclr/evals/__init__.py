@@ -22,7 +22,8 @@ from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.text import as_utf8, printable_lines
+from adclr.system.store_urls import conceal, is_remote
+from adclr.system.text import as_utf8, printable, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix
 # the further files of each evaluation
@@ -78,7 +79,8 @@ def evaluate(
     """
     data = settings.get("data")
     if isinstance(data, list | tuple):
-        settings["data"] = [os.fspath(path) for path in data]
+        settings["data"] = [conceal(os.fspath(path)) for path in data]
+    settings |= {key: conceal(value) for key, value in settings.items() if isinstance(value, str)}
     layers = load_recipe(name, None if recipe is None else os.fspath(recipe)), settings
     all_settings = parsing.build(import_evaluation(name).Settings, *layers)
     return run_evaluation(name, all_settings, None if out is None else Path(out), overwrite=overwrite)
@@ -108,7 +110,7 @@ def run_evaluation(
                 facts |= outputs.signature("evaluate")
                 write_json(out, {"scores": scores, "settings": settings.model_dump(mode="json"), "provenance": facts})
             if out is not None and say:
-                print(f"written to {out}")
+                print(printable(f"written to {out}"))
         distributed.barrier()
     return scores
 
@@ -178,19 +180,21 @@ def _controls(name: str, settings: Any, out: Path | None) -> tuple[Path, list[Pa
 def result_path(name: str, settings: Any) -> Path:
     """Return evals/NAME/DATA-HASH.json beside the weights; the hash is of the data's path and all other settings.
 
-    The weights of a run are not hashed, so that the run can be moved; those of a folder with many weights are.
+    The weights of a run are not hashed, so that the run can be moved; those of a folder with many weights are. Scores
+    of weights in a store are in runs/evals/NAME.
     """
-    weights = Path(settings.weights)
-    of_run = os.path.isdir(weights) or weights.name == "backbone.safetensors"
+    weights, remote = Path(settings.weights), is_remote(settings.weights)
+    of_run = not remote and (os.path.isdir(weights) or weights.name == "backbone.safetensors")
     data = settings.data if isinstance(settings.data, tuple) else (settings.data,)
     paths = [os.path.abspath(path) if os.path.exists(path) else path for path in data]
     readable_paths = [as_utf8(path) for path in paths]
     update = {
-        "weights": "" if of_run else as_utf8(weights.name),
+        "weights": "" if of_run else as_utf8(settings.weights if remote else weights.name),
         "data": tuple(readable_paths) if isinstance(settings.data, tuple) else readable_paths[0],
     }
     # by the names of version 0.1, so that its scores are found
     text = settings.model_copy(update=update).model_dump_json(by_alias=True)
     digest = blake2b(text.encode(), digest_size=4).hexdigest()
     names = "+".join(os.path.basename(path.rstrip("/")) for path in paths)[:100]
-    return (weights if os.path.isdir(weights) else weights.parent) / "evals" / name / f"{names}-{digest}.json"
+    folder = Path("runs") if remote else weights if os.path.isdir(weights) else weights.parent
+    return folder / "evals" / name / f"{names}-{digest}.json"

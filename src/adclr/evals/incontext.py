@@ -57,7 +57,7 @@ class Settings(PixelSettings):
 
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     """Segment the val images and return the scores."""
-    weights, segmented, device = open_pixels("incontext", settings)
+    weights, segmented, device = open_pixels("incontext", settings, networks=True)
     return score(weights, segmented, settings, device, distributed.is_main(), prefix)
 
 
@@ -161,7 +161,7 @@ def _build_memory(
     parts = [rows[position] for position in sorted(rows)]
     counts = torch.tensor([len(keys) for keys, _ in parts], dtype=torch.int64)
     positions = torch.tensor(sorted(rows), dtype=torch.int64).repeat_interleave(counts)
-    keys = _gather_rows([keys for keys, _ in parts], positions, weights.vit.dim, device)
+    keys = _gather_rows([keys for keys, _ in parts], positions, weights.patch_dim, device)
     labels = _gather_rows([labels for _, labels in parts], positions, num_classes, device)
     if not len(keys):
         raise UserError(f"no patch of {segmented.train.root} has a label; see to {segmented.train.labels}")

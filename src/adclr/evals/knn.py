@@ -42,7 +42,7 @@ class Settings(ClassificationSettings):
 
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     """Classify the val images and return the scores."""
-    weights, labeled, device = open_classification("knn", settings)
+    weights, labeled, device = open_classification("knn", settings, networks=True)
     return score(weights, labeled, settings, device, distributed.is_main(), prefix, shared=True)
 
 

@@ -66,7 +66,7 @@ class Settings(LinearSettings, ClassificationSettings):
 
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     """Train linear classifiers and return the scores."""
-    weights, labeled, device = open_classification("linear", settings)
+    weights, labeled, device = open_classification("linear", settings, networks=True)
     return score(weights, labeled, settings, device, prefix)
 
 

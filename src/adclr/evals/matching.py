@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from adclr.model.vit import VisionTransformer
 from adclr.system.devices import select_device
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights, load_weights
+from adclr.weights.networks import rebuild_network
 
 IMAGE_SCALE = 1.5  # side of the images that views are cut from, relative to the input size
 SIDES = (0.6, 1.0)  # of a view, relative to the image
@@ -87,10 +88,10 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, float]:  # 
     """Return the scores of the weights and of an untrained network."""
     check_inputs("matching", settings, "images")
     source, device = open_source(settings.data), select_device(settings.device)
-    weights = load_weights(settings.weights, settings.partial)
+    weights = load_weights(settings.weights, settings.partial, networks=True)
     weights.vit.to(device)
     scores = score(weights, source, settings, device)
-    untrained = score(replace(weights, vit=_untrained_like(weights.vit)), source, settings, device)
+    untrained = score(replace(weights, vit=_untrained_like(weights)), source, settings, device)
     return scores | {f"{name}_untrained": untrained[name] for name in SCORES}
 
 
@@ -109,11 +110,15 @@ def has_learned(before: Mapping[str, float], after: Mapping[str, float]) -> bool
     return has_risen("image_matching") or has_risen("patch_matching")
 
 
-def _untrained_like(vit: VisionTransformer) -> VisionTransformer:
-    """Return a ViT of the same architecture with new weights, always the same ones."""
+def _untrained_like(weights: Weights) -> VisionTransformer:
+    """Return a network of the same architecture with new weights, always the same ones."""
+    vit = weights.vit
     untrained = copy.deepcopy(vit).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if weights.network is not None:
+            rebuilt: Any = rebuild_network(weights.network).to(next(vit.parameters()).device)
+            return cast(VisionTransformer, rebuilt)
         for module in untrained.modules():
             if isinstance(module, nn.Conv2d | nn.LayerNorm):
                 module.reset_parameters()

@@ -25,8 +25,9 @@ from adclr.data.random_draws import Draws, Keys, epoch_order
 from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
 from adclr.evals.frames import fit_size
 from adclr.evals.mixing import drop_path_scales
+from adclr.features.reader import normalizer
 from adclr.system import distributed, machine
-from adclr.system.devices import send_all
+from adclr.system.devices import send, send_all
 from adclr.weights.backbone import Weights
 
 TRIES, MAX_CLASS_SHARE, SAMPLE_EVERY = 10, 0.75, 4  # a try is judged by every fourth pixel
@@ -81,7 +82,7 @@ class ScaledCrops:
             raise UserError(f"batch_size={batch_size} does not divide by {distributed.world_size()} processes")
         self.pairs, self.device, self.size, self.batch_size = pairs, device, size, batch_size
         self.seed, self.scales, self.drop_path, self.depth = seed, scales, drop_path, weights.vit.depth
-        self.mean, self.std, self.patch = weights.mean, weights.std, weights.vit.patch_size
+        self.weights, self.patch = weights, weights.vit.patch_size
         self.feed = Feed(pairs, num_workers or machine.cpu_count(), decoder, max_unreadable, pin=device.type == "cuda")
         self.feed.keep("auto", device)
 
@@ -118,12 +119,9 @@ class ScaledCrops:
         def make_batch(batch: Batch[CropPlan]) -> PixelBatch:
             plan = batch.plan
             images, labels, inside = crop(batch.packed.to(self.device), plan, self.size)
-            (colors, mean, std) = send_all(
-                [plan.colors, np.array(self.mean, np.float32), np.array(self.std, np.float32)], self.device
-            )
             if distort and images.shape[1] == 3:
-                images = distort_colors(images, colors)
-            images = (images - mean.view(-1, 1, 1)) / std.view(-1, 1, 1) * inside.unsqueeze(1)
+                images = distort_colors(images, send(plan.colors, self.device))
+            images = normalizer(self.weights, self.device)(images) * inside.unsqueeze(1)
             path_scales = drop_path_scales(plan.draws, self.depth, self.drop_path, self.device)
             positions = batch.epoch + np.arange(len(batch.indices))  # `_order` yields the first position as the epoch
             return PixelBatch(images, labels, path_scales, positions, plan.draws)

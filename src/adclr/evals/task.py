@@ -16,6 +16,7 @@ from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 from adclr.system.devices import select_device
 from adclr.weights.backbone import Weights, load_weights
+from adclr.weights.networks import rebuild_network
 
 
 class EvaluationSettings(Section):
@@ -70,29 +71,35 @@ def check_inputs(name: str, settings: Any, data: str) -> None:
         raise UserError(f"{name} needs both weights and {data}; give --weights and --data")
 
 
-def open_classification(name: str, settings: ClassificationSettings) -> tuple[Weights, LabeledImages, torch.device]:
+def open_classification(
+    name: str, settings: ClassificationSettings, networks: bool = False
+) -> tuple[Weights, LabeledImages, torch.device]:
     """Return the weights on their device, the labeled images and the device."""
     check_inputs(name, settings, "labeled data")
     labeled = open_labeled(settings.data)
     device = select_device(settings.device)
-    return load_backbone(settings, device), labeled, device
+    return load_backbone(settings, device, networks), labeled, device
 
 
-def open_pixels(name: str, settings: PixelSettings) -> tuple[Weights, Segmented, torch.device]:
+def open_pixels(name: str, settings: PixelSettings, networks: bool = False) -> tuple[Weights, Segmented, torch.device]:
     """Return the weights on their device, the images with labeled pixels, all labels checked, and the device."""
     check_inputs(name, settings, "labeled pixels")
     segmented = open_segmented(settings.data, settings.train_split, settings.val_split, settings.ignore)
     check(segmented, settings.num_workers, distributed.is_main())
     device = select_device(settings.device)
-    return load_backbone(settings, device), segmented, device
+    return load_backbone(settings, device, networks), segmented, device
 
 
-def load_backbone(settings: EvaluationSettings, device: torch.device) -> Weights:
-    """Return the weights on the device; with `from_scratch` a new ViT of the same architecture."""
-    weights = load_weights(settings.weights, settings.partial)
+def load_backbone(settings: EvaluationSettings, device: torch.device, networks: bool = False) -> Weights:
+    """Return the weights on the device; with `from_scratch` a new network of the same architecture.
+
+    `networks`: also those of a network that is no ViT.
+    """
+    weights = load_weights(settings.weights, settings.partial, networks=networks)
     if settings.from_scratch:
         torch.manual_seed(combine(settings.seed, key_of("initial weights")) % 2**63)
-        weights = replace(weights, vit=weights.vit.like().eval())
+        new: Any = weights.vit.like() if weights.network is None else rebuild_network(weights.network)
+        weights = replace(weights, vit=new.eval())
     weights.vit.to(device)
     return weights
 

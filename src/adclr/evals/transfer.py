@@ -24,6 +24,7 @@ from adclr.evals.task import EvaluationSettings, load_backbone
 from adclr.system import distributed, outputs
 from adclr.system.devices import select_device
 from adclr.system.files import read_json, write_json
+from adclr.system.text import printable
 
 
 class Settings(EvaluationSettings):
@@ -82,7 +83,7 @@ def _evaluate(
             return dict(stored["scores"])
     distributed.barrier()  # until all processes have read the file
     if distributed.is_main():
-        print(f"{settings.data}:", file=sys.stderr)
+        print(printable(f"{settings.data}:"), file=sys.stderr)
     scores = linear.run(settings, prefix) if isinstance(settings, linear.Settings) else finetune.run(settings, prefix)
     if file is not None and distributed.is_main():
         write_json(file, {"scores": scores, "identity": identity} | outputs.signature("evaluate"))

@@ -6,6 +6,7 @@ matrix products, which depends on their size: 1e-5 of a vector's length in float
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,9 +27,11 @@ from adclr.config.parsing import Count, Device, Section, Side, UserError, settin
 from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Check
+from adclr.data.random_draws import key_of
 from adclr.data.sources import Source
 from adclr.features.embedding_files import Parts
 from adclr.features.embedding_resume import Format, PartStamps
+from adclr.features.embedding_workers import SharedParts
 from adclr.features.reader import (
     Batch,
     Framing,
@@ -40,11 +43,13 @@ from adclr.features.reader import (
     whole_image,
 )
 from adclr.model.vit import Input, Tokens
-from adclr.system import machine
+from adclr.system import machine, store_mirror
 from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
+from adclr.system.store_urls import base_name, conceal, is_remote
+from adclr.system.text import printable
 from adclr.weights.backbone import Weights, load_weights
 
 # tokens that go through the network at once: 256 images of 224 pixels are 50 432 of them with patches of 16
@@ -75,6 +80,9 @@ class EmbeddingSettings(Section):
     )
     format: Literal["safetensors", "npy"] = Field("safetensors", description="of patch maps")
     part_size: Count | None = Field(None, description="images of a part; null: 8192, or patch maps of about 256 MiB")
+    shared: bool = Field(
+        False, description="other commands write parts to the same folder now; each part is made by one of them"
+    )
     batch_size: Count = Field(256, description="images at once")
     num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
     gpu_decoding: bool = Field(
@@ -103,14 +111,14 @@ def embed(
 ) -> dict[str, Any]:
     """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
     return embed_collection(
-        str(weights), str(images), Path(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
+        str(weights), str(images), os.fspath(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
     )
 
 
 def embed_collection(
     weights: str,
     images: str,
-    out: Path,
+    out: str | Path,
     dense: bool,
     settings: EmbeddingSettings,
     partial: bool = False,
@@ -118,7 +126,23 @@ def embed_collection(
 ) -> dict[str, Any]:
     """Write the features of images, or the parts of them that are missing; return what the JSON file says of them."""
     if machine.num_processes() > 1:
-        raise UserError("features are made by one process; leave out torchrun")
+        raise UserError(
+            "torchrun is of no use here; for several workers run the command several times, with shared=true"
+        )
+    weights, images, url = conceal(weights), conceal(images), conceal(os.fspath(out))
+    if is_remote(url):
+        if settings.shared:
+            raise UserError(f"workers share a folder on a disk, and {url} is in a store; leave out shared=true")
+        if url.startswith(f"{images.rstrip('/')}/"):
+            raise UserError(f"{url} lies in the collection {images}; choose another --out")
+        single = url.endswith(".parquet")
+        beside = ("", ".json", ".unreadable.jsonl") if single else ()
+        last = f"{base_name(url)}.json" if single else "_embed.json"
+        with store_mirror.uploaded(url, last, beside, resumed=True) as copy:
+            described = embed_collection(weights, images, copy, dense, settings, partial, overwrite)
+        print(f"uploaded to {url}")
+        return described
+    out = Path(out)
     kind: Format = settings.format if dense else "parquet"
     for name in ("vector",) if dense else ("format",):
         if name in settings.model_fields_set:
@@ -129,16 +153,17 @@ def embed_collection(
     if out.suffix != ".parquet":
         collection.check_apart(out, source)
     device = select_device(settings.device)
-    loaded = load_weights(weights, partial)
+    loaded = load_weights(weights, partial, networks=True)
     network = Network(loaded, settings, dense, device)
     size, facts = network.part_size(), network.facts() | {"images": _hash_order(source)}
     part_stamps = PartStamps.of(
         file_stamps.read_stamps(source, settings.check, settings.num_workers), size, settings.check
     )
-    parts = Parts(out, kind, len(source), size, facts, part_stamps, overwrite)
+    parts_of = SharedParts if settings.shared else Parts
+    parts = parts_of(out, kind, len(source), size, facts, part_stamps, overwrite)
     about = parts.finished()
     if about is not None:
-        print(f"{out} is finished: {about['rows']} images")
+        print(printable(f"{out} is finished: {about['rows']} images"))
         return about
     if parts.renewed:
         changed = f"{len(parts.renewed)} of {len(part_stamps.newest)} parts of {out}"
@@ -154,19 +179,23 @@ def embed_collection(
         )
         started = time.monotonic()
         num_images = fill(parts, reader, network, settings.batch_size)
+        while parts.wait():
+            num_images += fill(parts, reader, network, settings.batch_size)
         seconds = time.monotonic() - started
         rate = num_images / seconds
         totals = {"dim": network.dim, "seconds": seconds, "images_per_second": rate if num_images else None}
         about = parts.finish(totals | {"source": images, "weights_from": weights, "provenance": provenance()})
     if about["unreadable"]:
-        print(f"{about['unreadable']} images could not be read and were left out: {parts.unreadable} lists them")
-    print(f"{about['rows']} images, {rate:.0f} a second: {out}")
+        left_out = f"{about['unreadable']} images could not be read and were left out"
+        print(printable(f"{left_out}: {parts.unreadable} lists them"))
+    print(printable(f"{about['rows']} images, {rate:.0f} a second: {out}"))
     return about
 
 
 def _hash_order(source: Source) -> str:
     """Return a hash of the images in their order, since parts are runs of it."""
-    return blake2b(source.keys.tobytes(), digest_size=16).hexdigest()
+    names = np.fromiter(map(key_of, source.paths), np.uint64, len(source))
+    return blake2b(names.tobytes(), digest_size=16).hexdigest()
 
 
 class SizeFeatures(NamedTuple):
@@ -186,7 +215,12 @@ class Network:
         self.framing = self._framing()
         self.autocast = autocast_dtype(settings.precision, device)
         self.dtype = getattr(torch, settings.dtype or ("float16" if dense else "float32"))
-        self.dim = self.vit.dim * (2 if settings.vector == "both" and not dense else 1)
+        patch_dim = weights.patch_dim
+        self.dim = (
+            patch_dim
+            if dense
+            else {"cls": self.vit.dim, "both": self.vit.dim + patch_dim}.get(settings.vector, patch_dim)
+        )
         self.normalize = normalizer(weights, device)
 
     def _framing(self) -> Framing:
@@ -214,12 +248,12 @@ class Network:
         if not self.dense:
             return PART_ROWS
         side = min(self.vit.input_size) if self.settings.size == "input" else self.settings.size or ASSUMED_SIDE
-        map_bytes = (side / self.vit.patch_size) ** 2 * self.vit.dim * self.dtype.itemsize
+        map_bytes = (side / self.vit.patch_size) ** 2 * self.weights.patch_dim * self.dtype.itemsize
         return int(min(PART_ROWS, max(1, PART_BYTES // map_bytes)))
 
     def facts(self) -> dict[str, Any]:
         """Return what must be the same where an embedding is resumed."""
-        changeable = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check"}
+        changeable = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check", "shared"}
         return self.settings.model_dump(mode="json", exclude=changeable) | {
             "dense": self.dense,
             "part_size": self.part_size(),
@@ -262,7 +296,7 @@ class Network:
 
     def _values(self, tokens: Tokens, size: torch.Size) -> Tensor:
         if self.dense:
-            values = tokens.patches.float().reshape(-1, *self.vit.grid_of(*size), self.vit.dim)
+            values = tokens.patches.float().reshape(-1, *self.vit.grid_of(*size), self.weights.patch_dim)
         elif self.settings.vector == "cls":
             values = tokens.cls.float()
         else:
@@ -307,16 +341,22 @@ class Part:
 
 def fill(parts: Parts, reader: ImageReader, network: Network, batch_size: int, show: bool = True) -> int:
     """Write the parts that are missing; return how many images they have."""
-    missing = parts.missing()
-    jobs = [(number, batch) for number in missing for batch in split_batches(parts.indices(number), batch_size)]
-    total = sum(len(indices) for _, indices in jobs)
-    num_before, started = parts.count - total, time.monotonic()
+    num_before, started = parts.num_done(), time.monotonic()
     part, num_images, pending = Part(parts, reader.source), 0, deque[Future[None]]()
-    batches = reader.batches(indices for _, indices in jobs)
+    jobs = deque[tuple[int, NDArray[np.int64]]]()  # parts and indices of the batches that are on their way
+
+    def order() -> Iterator[NDArray[np.int64]]:
+        for number in parts.missing():  # which one of several workers takes only as it comes to it
+            for indices in split_batches(parts.indices(number), batch_size):
+                jobs.append((number, indices))
+                yield indices
+
+    batches = reader.batches(order())
     writer = ThreadPoolExecutor(1, "write")
     try:
         with ProgressLine("embed", parts.count, num_before, show) as line:
-            for (number, indices), batch in zip(jobs, batches, strict=True):
+            for batch in batches:
+                number, indices = jobs.popleft()
                 pending.append(writer.submit(part.add, number, *_features_on_host(network, batch), batch.unreadable))
                 if len(pending) > MAX_PENDING:
                     pending.popleft().result()

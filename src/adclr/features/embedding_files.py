@@ -10,12 +10,11 @@ without a record is written again. Names with an underscore are ignored by progr
     FOLDER/index.jsonl                              the file and the key of the patch map of each image
 
 For one file, FILE.parquet, the folder is FILE.parquet.parts, which is deleted when the parts have been joined;
-FILE.parquet.json and FILE.parquet.unreadable.jsonl are beside it. `embedded` reads the files of an earlier embedding.
+FILE.parquet.json and FILE.parquet.unreadable.jsonl are beside it. `embedding_resume` reads the files of an earlier one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -34,7 +33,7 @@ from adclr.config.parsing import UserError
 from adclr.features import embedding_resume
 from adclr.features.embedding_resume import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
 from adclr.system import outputs
-from adclr.system.files import read_json, sync, write_json
+from adclr.system.files import lock, read_json, sync, write_json
 from adclr.system.optional import check_installed
 from adclr.system.text import as_utf8
 
@@ -116,14 +115,8 @@ class Parts:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Lock the folder for this process, and remove what a crash left half-written."""
-        self.done.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "a", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is writing to {self.folder}; wait for it or stop it") from None
-            except OSError:
-                pass  # a file system without locks
+        with lock(self.folder, "writing to"):
+            self.done.mkdir(exist_ok=True)
             self._begin()
             try:
                 yield
@@ -153,6 +146,15 @@ class Parts:
     def missing(self) -> list[int]:
         """Return the parts that are yet to be written."""
         return [n for n in range(-(-self.count // self.size)) if not self.layout.record(n).exists()]
+
+    def num_done(self) -> int:
+        """Return how many images the complete parts have."""
+        numbers = range(-(-self.count // self.size))
+        return sum(len(self.indices(n)) for n in numbers if self.layout.record(n).exists())
+
+    def wait(self) -> bool:
+        """Return whether another process has left parts to take over; here there is none."""
+        return False
 
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the indices of the images of a part."""

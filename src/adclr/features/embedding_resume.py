@@ -1,7 +1,7 @@
 """The files of an earlier embedding: whether they are one's files, what was embedded, and which parts are still valid.
 
-A part is valid if none of its images has changed since (see `stamps`). The other parts are written again; the valid
-ones of a single file are extracted from it, a row group each.
+A part is valid if none of its images has changed since (see `file_stamps`). The other parts are written again; the
+valid ones of a single file are extracted from it, a row group each.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
+from adclr.data.store_reader import read_ahead
 from adclr.system import triton_available
 from adclr.system.devices import send, shared_stream
 from adclr.system.machine import cpu_count
@@ -125,7 +126,9 @@ def _read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) 
     except (Unreadable, OSError) as error:
         lost = source.lost(index)
         if lost is not None:
-            raise UserError(f"{lost} has disappeared; bring it back and run it again") from None
+            raise UserError(
+                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run it again"
+            ) from None
         return error_reason(error)
     except Exception as error:
         raise_with_name(error, source, index)
@@ -136,7 +139,7 @@ def read_images(
 ) -> Generator[tuple[int, Decoded | str], None, None]:
     """Yield (index, decoded image or the reason why it is unreadable) in order, decoded ahead by threads."""
     chunks = load_in_order(
-        split_batches(np.asarray(indices, np.int64), CHUNK),
+        read_ahead(split_batches(np.asarray(indices, np.int64), CHUNK), lambda chunk: chunk, source),
         lambda chunk: chunk,
         lambda index: (index, _read_image(source, decode, index)),
         lambda chunk, images: images,
@@ -189,7 +192,7 @@ class ImageReader:
         """Yield one batch for each array of indices, on the device."""
         stored = self.store is not None and self.store.on_gpu
         batches = load_in_order(
-            order,
+            order if self.store is not None else read_ahead(order, lambda indices: indices, self.source),
             lambda indices: indices[:0] if stored else indices,
             self._read,
             self._assemble,

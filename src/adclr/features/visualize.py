@@ -23,6 +23,7 @@ from adclr.system.devices import select_device
 from adclr.system.files import check_writable, write_json
 from adclr.system.progress import track
 from adclr.system.runs import provenance
+from adclr.system.text import printable
 from adclr.weights.backbone import Weights
 
 FIGURES: dict[str, tuple[type[FigureSettings], Callable[..., Figure]]] = {
@@ -63,7 +64,9 @@ def write_figures(
         drawing.save_picture(out / file, picture, "visualize")
     report = {"weights": weights, "settings": settings.model_dump(mode="json"), **figure.totals, "images": figure.rows}
     write_json(record, report | {"provenance": provenance() | outputs.signature("visualize")})
-    print(f"written to {out}: {', '.join(figure.sheets)}, {len(figure.rows)} single pictures, {name}.json")
+    print(
+        f"written to {printable(str(out))}: {', '.join(figure.sheets)}, {len(figure.rows)} single pictures, {name}.json"
+    )
     if figure.limits:
         print(figure.limits)
     return report

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adclr.model.ops.attention import Group, attend
-from adclr.model.ops.mlp import mlp
-from adclr.model.ops.norm import add_norm
+from adclr.model.ops.attention import Group
+from adclr.model.ops.dispatch import add_norm, attend, mlp
 
 QueryKeys = Literal["image", "patches", "image_and_self", "all"]
 

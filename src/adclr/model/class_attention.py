@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.blocks import Mlp
-from adclr.model.ops.norm import add_norm, norm
+from adclr.model.ops.dispatch import add_norm, norm
 
 
 class ClassAttention(nn.Module):

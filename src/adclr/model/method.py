@@ -130,12 +130,16 @@ class ADCLR(nn.Module):
         """Return the losses of a batch. `query_temperature` is the teacher's for queries, by default the same."""
         if query_temperature is None:
             query_temperature = teacher_temperature
-        if self.target == "center" and head_loss.fits(views.global_crops):
+        if self._runs_kernels(views.global_crops):
             teacher = self._project_teacher(views)
             student = self._project_student(views)
             return self._fused_losses(teacher, student, views, teacher_temperature, query_temperature)
         targets = self.teacher_targets(views, teacher_temperature, query_temperature)
         return self._plain_losses(targets, self.student_logits(views), views)
+
+    def _runs_kernels(self, crops: Tensor) -> bool:
+        """Return whether the last layer and the losses are one operation, with kernels."""
+        return self.target == "center" and crops.is_cuda and head_loss.fits(crops)
 
     # -- backbones and heads --
 

@@ -32,7 +32,7 @@ from adclr.model.blocks import (
 )
 from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
 from adclr.model.ops.attention import Group
-from adclr.model.ops.norm import norm
+from adclr.model.ops.dispatch import norm
 from adclr.model.positions import PositionResampling, resampling_matrix
 from adclr.model.tokens import Input as Input
 from adclr.model.tokens import Memory as Memory

@@ -39,7 +39,8 @@ class LiveReport:
         self.run, self.weights = run, weights
         self.folder = run.path / PICTURE_FOLDER
         self.steps = picture_steps(total_steps)
-        self.images = choose_images(source, weights) if weights.vit.query_keys != "all" else []
+        drawable = weights.network is None and weights.vit.query_keys != "all"  # a picture shows attention
+        self.images = choose_images(source, weights) if drawable else []
         self.page_time = time.monotonic()
         self.failed = False
 

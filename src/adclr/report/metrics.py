@@ -25,6 +25,10 @@ LOSSES = {
     "loss": Metric("Loss", "the sum that is trained on"),
     "loss_global": Metric("Global loss", "DINO's: [CLS] of one view against the teacher's of another", floor=0),
     "loss_query": Metric("Query loss", "ADCLR's: a query's answer in one view against that in the other", floor=0),
+    "loss_cls": Metric("Loss of [CLS]", "of the student's [CLS] against the teacher's on the same crop", floor=0),
+    "loss_patches": Metric("Loss of patches", "of the student's patches against the teacher's", floor=0),
+    "cosine_cls": Metric("Cosine of [CLS] with the teacher's", "of the projected features, in training; 1 is equal"),
+    "cosine_patches": Metric("Cosine of patches with the teacher's", "of the projected features, in training"),
     "loss_masked": Metric("Masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
     "loss_neighbor": Metric(
         "Neighbor loss", "SelfPatch's: each patch against the teacher's patches around it", floor=0
@@ -42,18 +46,30 @@ HEALTH = {
     ),
     "target_kl": Metric("KL of targets to their mean, nats", "0 if all images have the same target", floor=0),
     "prototypes_used": Metric("Prototypes in use", "of as many as there are images or prototypes", floor=0),
+    "agreement_cls": Metric(
+        "Agreement of [CLS] with the teacher", "cosine on global crops, as the student is evaluated; 1 is equal"
+    ),
+    "agreement_patches": Metric("Agreement of patches with the teacher", "the same of patches"),
+    "neighbors_shared": Metric(
+        "Shared nearest neighbors", "share of images whose most similar other image is the teacher's too", floor=0
+    ),
     "loss_of_log_k": Metric("Global loss / ln K", "1 is what knowing nothing costs", Band(0, 1), floor=0),
     "rank_cls": Metric("Effective rank of [CLS]", "number of directions in which images differ", floor=0),
     "rank_patches": Metric("Effective rank of patches", "number of directions in which patches differ", floor=0),
+    "teacher_rank_cls": Metric("Effective rank of the teacher's [CLS]", "on the same crops", floor=0),
+    "teacher_rank_patches": Metric("Effective rank of the teacher's patches", "on the same crops", floor=0),
+    "teacher_deviation_cls": Metric("Standard deviation of the teacher's [CLS]", "on the same crops", floor=0),
+    "teacher_deviation_patches": Metric("Standard deviation of the teacher's patches", "on the same crops", floor=0),
     "rank_queries": Metric("Effective rank of queries", "number of directions in which queries differ", floor=0),
     "deviation_cls": Metric("Standard deviation of [CLS]", "of features of length 1, from image to image", floor=0),
     "deviation_patches": Metric("Standard deviation of patches", "of features of length 1", floor=0),
     "deviation_queries": Metric("Standard deviation of queries", "of features of length 1", floor=0),
     "query_image_gap": Metric(
         "Query loss in another image, nats",
-        "minus that in its own image; near 0 the query's own pixels solve it",
+        "minus that in its own image; near 0 with sharp targets, the query's own pixels solve it",
         floor=0,
     ),
+    "query_loss_of_log_k": Metric("Query loss in its own image / ln K", "of the teacher, in two views", floor=0),
     "queries_in_cls": Metric(
         "Share of [CLS] that follow the queries", "and not their image", Band(0, health.MAX_QUERIES_IN_CLS), floor=0
     ),
@@ -67,6 +83,7 @@ SCHEDULES = {
     "weight_decay": Metric("Weight decay", "", floor=0),
     "momentum": Metric("Teacher momentum", ""),
     "teacher_temperature": Metric("Teacher temperature", ""),
+    "query_temperature": Metric("Teacher temperature for queries", ""),
     "voided_steps": Metric(
         "Void steps", "whose losses or gradients were not finite, and which changed nothing", floor=0
     ),
@@ -112,7 +129,7 @@ class Statement(NamedTuple):
 def describe_status(record: RunRecord) -> list[Statement]:
     """Return what the curves say about a run, in words."""
     statements = [Statement(False, text) for text in record.messages]
-    statements += _describe_health(record.health_rows)
+    statements += _describe_health(record.health_rows, ended=record.state in ("finished", "stopped"))
     statements += _describe_scores(record)
     waiting = record.overheads["waiting_for_images"]
     if record.seconds and waiting > WAITING_SHARE * record.seconds:
@@ -127,18 +144,37 @@ def describe_status(record: RunRecord) -> list[Statement]:
     return statements
 
 
-def _describe_health(rows: Sequence[health.Measures]) -> list[Statement]:
-    """Return whether it collapses; by fewer measures than a warning needs, with their number."""
+def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[Statement]:
+    """Return whether it collapses, by fewer measures than a warning needs with their number, and the query shortcut."""
     count = len(rows)
-    if count < 2:
+    if not count:
         return []
+    nats = f"the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats"
+    if count == 1:
+        if not ended:  # too early to say
+            return []
+        return [Statement(False, f"Health was measured once, which cannot show a collapse: {nats}.")]
     certain = count > health.MEASURES_IN_A_ROW
     finding = health.diagnose(rows, min(health.MEASURES_IN_A_ROW, count - 1))
     if finding is not None:
         basis = "" if certain else f", by {count} measures only"
         return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
+    last = rows[-1]
+    if "agreement_cls" in last:
+        return [
+            Statement(
+                True,
+                f"The student follows its teacher: the cosine is {last['agreement_cls']:.2f} for [CLS] and "
+                f"{last['agreement_patches']:.2f} for patches; its [CLS] differ in {last['rank_cls']:.1f} directions, "
+                f"the teacher's in {last['teacher_rank_cls']:.1f}.",
+            )
+        ]
     text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
-    return [Statement(True, f"{text}: the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats.")]
+    statements = [Statement(True, f"{text}: {nats}.")]
+    shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))
+    if shortcut is not None:
+        statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))
+    return statements
 
 
 def _describe_scores(record: RunRecord) -> list[Statement]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from adclr import __version__, evals
+from adclr.config.distillation import settings_class
 from adclr.config.parsing import flatten
-from adclr.config.settings import Settings
 from adclr.data.jpeg import read_header
 from adclr.evals.score_text import is_percent
 from adclr.report import metrics
@@ -65,7 +65,7 @@ def render_page(records: Sequence[RunRecord]) -> str:
 
 def _describe_run(record: RunRecord) -> dict[str, Any]:
     """Return what the page shows of a single run, beside its curves."""
-    defaults = flatten(Settings().model_dump(mode="json"))
+    defaults = flatten(settings_class(record.settings)().model_dump(mode="json"))
     return {
         "name": record.name,
         "path": record.path,

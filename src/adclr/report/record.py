@@ -16,6 +16,7 @@ from adclr import evals
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.report import health
 from adclr.system.files import read_json
 from adclr.system.runs import STOPPED, Run
 
@@ -116,7 +117,7 @@ def read_record(path: str | Path) -> RunRecord:
         starts=starts,
         results=results,
         curves=_curves([*numbers, *map(_numbers, timing)], 1 / (steps_per_epoch or 1.0)),
-        health_rows=[row for row in numbers if row.keys() >= {"target_kl", "target_entropy"}],
+        health_rows=[row for row in numbers if health.is_measured(row)],
         messages=_messages(metrics),
         evaluations=_read_evaluations(run.path / "evals"),
         strips=list_strips(run.path / PICTURE_FOLDER),

@@ -58,7 +58,10 @@ def run_study(
         ]
         if retrained:
             count = len(retrained)
-            print(f"{count} runs are trained again to be scored, since their weights are not in {out}", flush=True)
+            print(
+                printable(f"{count} runs are trained again to be scored, since their weights are not in {out}"),
+                flush=True,
+            )
         workspace = Workspace(out, folders, list_gpus() * at_once)
         left = run_cells(study, possible, store, workspace, minutes if minutes is not None else study.outline.minutes)
         if left:
@@ -93,7 +96,8 @@ def _report_other_data(study: Study, store: Results, folders: Mapping[str, Path]
     count = store.count_other_data(study.cells)
     if count:
         folder = data_folder(data, folders)
-        print(f"{count} runs here were trained on other images than those of {folder}; they are not taken", flush=True)
+        sentence = f"{count} runs here were trained on other images than those of {folder}; they are not taken"
+        print(printable(sentence), flush=True)
     for title, one in study.outline.evaluations.items():
         count = store.count_scores_of_other_data(study.cells, one)
         if count and one.data is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from adclr.config.parsing import UserError
 
@@ -66,6 +67,23 @@ def append(path: Path, data: bytes) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@contextmanager
+def lock(folder: Path, use: str) -> Iterator[IO[bytes]]:
+    """Lock a folder by its file .lock, and give that file; refuse if another process has it for this `use`.
+
+    The lock ends with its process, also if that is killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "ab", opener=open_no_follow) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is {use} {folder}; wait for it or stop it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield file
 
 
 def check_writable(path: Path) -> None:

@@ -23,9 +23,12 @@ import yaml
 
 import adclr
 from adclr.config import parsing
+from adclr.config.distillation import settings_class
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.system import files
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
+from adclr.system.store_urls import conceal
 
 STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")
@@ -54,24 +57,14 @@ class Run:
         if not isinstance(values, dict):
             raise UserError(f"{file} is not a file of settings; restore it or choose another --out")
         try:
-            return parsing.build(Settings, values, warn=False)
+            return parsing.build(settings_class(values), values, warn=False)
         except UserError as error:
             raise UserError(f"{file} is damaged ({error}); restore it or choose another --out") from None
 
     @contextmanager
     def lock(self, note: str = "") -> Iterator[None]:
-        """Refuse if another process has the run; the lock ends with its process, also if that is killed.
-
-        `note` is written into the lock file if that is new.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "ab", opener=open_no_follow) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is training in {self.path}; wait for it or stop it") from None
-            except OSError:
-                pass  # a file system without locks
+        """Refuse if another process has the run; `note` is written into the lock file if that is new."""
+        with files.lock(self.path, "training in") as file:
             if note and not file.tell():
                 file.write(f"{note}\n".encode())
                 file.flush()
@@ -180,7 +173,7 @@ def provenance() -> dict[str, Any]:
     """Return what to reproduce a result by: time, command, commit and versions."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": [conceal(word) for word in sys.argv],
         "adclr": adclr.__version__,
         "commit": _commit(),
         "python": platform.python_version(),

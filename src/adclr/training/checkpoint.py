@@ -1,4 +1,6 @@
-"""Checkpoints of a pretraining: {student, teacher, optimizer, centers}.safetensors and state.json.
+"""Checkpoints of a training: {student, teacher, optimizer, centers}.safetensors and state.json.
+
+That of a distillation has student and optimizer only: its teacher does not change.
 
 `weights.snapshot` writes the files; a resumed run continues exactly.
 """
@@ -17,11 +19,11 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from adclr.config.parsing import UserError
-from adclr.model.method import ADCLR
 from adclr.system import distributed
 from adclr.system.runs import Run
 from adclr.training.fsdp import state_of
 from adclr.training.meter import check_state
+from adclr.training.methods import Method, saved_modules
 from adclr.weights import snapshot
 from adclr.weights.snapshot import Parts
 from adclr.weights.tensors import fit_tensors
@@ -44,14 +46,16 @@ class State:
     micro_batch_size: Count
 
 
-def parts(method: ADCLR, optimizer: torch.optim.Optimizer) -> Parts:
+def parts(method: Method, optimizer: torch.optim.Optimizer) -> Parts:
     """Return all tensors of a checkpoint, on the device they are on."""
-    return {
-        "student": method.student.state_dict(),
-        "teacher": method.teacher.state_dict(),
-        "centers": method.centers.state_dict(),
-        "optimizer": snapshot.optimizer_state(method.student, optimizer, state_of),
-    }
+    states = {name: module.state_dict() for name, module in saved_modules(method).items()}
+    return states | {"optimizer": snapshot.optimizer_state(method.student, optimizer, state_of)}
+
+
+def _names(method: Method) -> list[str]:
+    """Return the files of a checkpoint."""
+    parts = {*saved_modules(method), "optimizer", "state"}
+    return [name for name in NAMES if name.partition(".")[0] in parts]
 
 
 def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
@@ -59,19 +63,19 @@ def write(run: Run, state: State, tensors: Parts, keep: int) -> Path:
     return snapshot.write(run, state.step, tensors, vars(state), keep)
 
 
-def load_before(step: int, run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
+def load_before(step: int, run: Run, method: Method, optimizer: torch.optim.AdamW) -> State | None:
     """Restore the newest whole checkpoint in which a step is not done yet, and change nothing on the disk."""
-    newest = snapshot.find_newest(run, NAMES, before=step)
+    newest = snapshot.find_newest(run, _names(method), before=step)
     return None if newest.step is None else _restore(run.checkpoints / f"step_{newest.step}", method, optimizer)
 
 
-def load(run: Run, method: ADCLR, optimizer: torch.optim.AdamW) -> State | None:
+def load(run: Run, method: Method, optimizer: torch.optim.AdamW) -> State | None:
     """Restore the newest whole checkpoint and return its state; None if there is none.
 
     The first process finds it, and renames newer ones that are damaged; all processes read the same.
     """
     device = next(method.parameters()).device
-    newest = snapshot.find_newest(run, NAMES) if distributed.is_main() else snapshot.Newest(None, {})
+    newest = snapshot.find_newest(run, _names(method)) if distributed.is_main() else snapshot.Newest(None, {})
     number = -1 if newest.step is None else newest.step
     # the first process adds its step + 2, the others 0: a sum of 1 is no checkpoint
     message = torch.tensor([number + 2 if distributed.is_main() else 0, bool(newest.damaged)], device=device)
@@ -109,11 +113,11 @@ def _rename_damaged(run: Run, damaged: Mapping[int, str], resumed_step: int) -> 
         )
 
 
-def _restore(folder: Path, method: ADCLR, optimizer: torch.optim.AdamW) -> State:
+def _restore(folder: Path, method: Method, optimizer: torch.optim.AdamW) -> State:
     """Load the tensors of a checkpoint into method and optimizer, and return its state."""
     expected = parts(method, optimizer)
     stored, state = snapshot.load(folder, list(expected))
-    for name, module in (("student", method.student), ("teacher", method.teacher), ("centers", method.centers)):
+    for name, module in saved_modules(method).items():
         fit_tensors(expected[name], stored[name], folder / f"{name}.safetensors")
         module.load_state_dict(stored[name])
     snapshot.load_optimizer(method.student, optimizer, stored["optimizer"], folder / "optimizer.safetensors")

@@ -7,7 +7,6 @@ gradients of a random head would only harm it. The weights are read when setting
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ def adopt_settings(init: str, overrides: Mapping[str, Any]) -> tuple[dict[str, A
 def load_init(method: ADCLR, settings: Settings) -> str:
     """Load the weights of `model.init` into student and teacher, positions resampled; return their fingerprint."""
     assert settings.model.init is not None
-    weights, path = load_weights(settings.model.init, partial=None), Path(settings.model.init)
+    weights, path = load_weights(settings.model.init, partial=None), settings.model.init
     for branch in (method.student, method.teacher):
         backbone = branch.backbone
         initial = backbone.state_dict()

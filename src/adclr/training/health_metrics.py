@@ -49,8 +49,11 @@ def measure_health(
                 cls = tokens.cls[: crops.shape[1]]
                 measures["queries_in_cls"] = _queries_in_cls(teacher.backbone, crops[0], queries, cls)
             elif several:
-                gap = _query_image_gap(method, teacher, crops, queries, query_temperature or temperature)
-                measures["query_image_gap"] = gap
+                temperature = query_temperature or temperature
+                own, other = _query_losses(method, teacher, crops, queries, temperature)
+                measures["query_image_gap"] = other - own
+                measures["query_loss_of_log_k"] = own / math.log(method.num_prototypes)
+                measures["query_temperature"] = torch.as_tensor(temperature, device=device)
     for kind, rows in features.items():
         rows = rows.float().nan_to_num()
         measures[f"deviation_{kind}"], measures[f"rank_{kind}"] = deviation(rows), effective_rank(rows)
@@ -87,11 +90,13 @@ def _queries_in_cls(backbone: VisionTransformer, crops: Tensor, queries: Tensor,
     return (to_queries > to_image).float().mean()
 
 
-def _query_image_gap(method: ADCLR, teacher: Branch, crops: Tensor, queries: Tensor, temperature: float) -> Tensor:
-    """Return by how many nats the loss of a query rises in another image's view, compared with its own image's.
+def _query_losses(
+    method: ADCLR, teacher: Branch, crops: Tensor, queries: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of queries read in a view of their own image, and in one of another image, in nats.
 
-    Near 0 the image does not matter: the query's own pixels, the same in both views, solve its loss. The target is the
-    teacher's for the first view, the answers are its own in the second, at the student's temperature.
+    If both are the same the image does not matter: the query's own pixels, the same in both views, solve its loss. The
+    target is the teacher's for the first view, the answers are its own in the second, at the student's temperature.
     """
     queries = queries[:, :NUM_GAP_QUERIES]
 
@@ -106,7 +111,7 @@ def _query_image_gap(method: ADCLR, teacher: Branch, crops: Tensor, queries: Ten
     # row b of the rolled batch is query b - 1 read in image b; rolled back, query b read in image b + 1
     other_image = answer(crops[1], queries.roll(1, dims=0)).roll(-1, dims=0)
     tau = method.student_temperature
-    return (soft_cross_entropy(targets, other_image, tau) - soft_cross_entropy(targets, same_image, tau)).mean()
+    return soft_cross_entropy(targets, same_image, tau).mean(), soft_cross_entropy(targets, other_image, tau).mean()
 
 
 def _weight_distance(method: ADCLR) -> Tensor:

@@ -1,13 +1,14 @@
-"""Everything one pretraining works with: method, optimizer, images, and the checkpoint that a run resumes from."""
+"""Everything one training works with: method, optimizer, images, and the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import file_stamps
@@ -18,20 +19,28 @@ from adclr.data.file_stamps import Stamps
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.random_draws import combine, key_of
 from adclr.model.compiled import CompileResult, compile_blocks
+from adclr.model.distillation import Student
 from adclr.model.heads import ProjectionHead
 from adclr.model.method import ADCLR, Branch
+from adclr.model.vit import VisionTransformer
 from adclr.system import distributed, machine
 from adclr.system.devices import autocast_dtype
 from adclr.system.runs import Run
-from adclr.training import checkpoint, continued_pretraining, launch
+from adclr.training import checkpoint, continued_pretraining, distillation, launch
 from adclr.training.fsdp import Sharded
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
+from adclr.training.methods import Method, evaluated, loss_names, vits
 from adclr.training.micro_batch import fit_micro_batch, random_views
 from adclr.training.plan_cost import compiles_blocks
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.weights import snapshot
 from adclr.weights.backbone import Weights, architecture
+
+
+def _build_method(settings: Settings) -> Method:
+    """Return the method of either kind of settings."""
+    return distillation.build(settings) if isinstance(settings, DistillSettings) else build(settings)
 
 
 def build(settings: Settings) -> ADCLR:
@@ -68,7 +77,7 @@ def build(settings: Settings) -> ADCLR:
 
 
 def compile_method(
-    method: ADCLR,
+    method: Method,
     settings: Settings,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -89,18 +98,18 @@ def compile_method(
             losses = method(random_views(settings, micro_batch, device), settings.method.teacher_temperature)
         losses.total.backward()
 
-    compiled = compile_blocks((method.student.backbone, method.teacher.backbone), trial)
+    compiled = compile_blocks(vits(method), trial)
     method.forget()
     return compiled
 
 
 @dataclass(frozen=True)
 class Job:
-    """All parts of a pretraining while it runs."""
+    """All parts of a training while it runs."""
 
     settings: Settings
     run: Run
-    method: ADCLR
+    method: Method
     optimizer: torch.optim.AdamW
     state: checkpoint.State | None  # of the checkpoint it was resumed from, if any
     schedules: Schedules
@@ -125,9 +134,12 @@ class Job:
         """Micro-batches of a step in this process."""
         return self.settings.train.batch_size // distributed.world_size() // self.micro_batch
 
-    def teacher(self) -> Branch:
-        """Return the teacher with all of its weights, always the same object; all processes must call it."""
-        return self.method.teacher if self.sharded is None else self.sharded.teacher()
+    def evaluated(self) -> Branch | Student:
+        """Return what is scored and exported, with all of its weights; all processes must call it.
+
+        The teacher, always the same object, or of a distillation a copy of the student.
+        """
+        return evaluated(self.method) if self.sharded is None else self.sharded.teacher()
 
 
 def load_job(launched: Launch, device: torch.device, before: int | None = None) -> Job:
@@ -136,19 +148,22 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     Without a checkpoint the run starts at step 0. `record_start` then brings the files of the run to the same step.
     """
     settings, source, run = launched.settings, launched.source, launched.run
-    method = build(settings).to(device)
+    method = _build_method(settings).to(device)
     dtype = autocast_dtype(settings.train.precision, device)
     optimizer = make_optimizer(method.student, settings)
     if before is None:
         state = checkpoint.load(run, method, optimizer)
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
-    data, meter = settings.data, Meter(device, settings.train.log_every_steps)
+    data, meter = settings.data, Meter(device, settings.train.log_every_steps, loss_names(method))
     now = file_stamps.read_stamps(source, data.check, data.num_workers) if distributed.is_main() else None
     if state is not None:
         _check_resumable(launched, state, now)
         meter.restore(state.meter)
-    init = continued_pretraining.load_init(method, settings) if state is None and settings.model.init else None
+    init = None
+    if state is None and settings.model.init:
+        assert isinstance(method, ADCLR)
+        init = continued_pretraining.load_init(method, settings)
     feed = Feed(
         source,
         machine.cpu_share() if data.num_workers is None else data.num_workers,
@@ -203,6 +218,7 @@ def shard(job: Job) -> Job:
     """Return the job with its weights spread over the processes, where settings ask for it and there are several."""
     if not job.settings.train.shard or distributed.world_size() == 1:
         return job
+    assert isinstance(job.method, ADCLR), "a distillation has no setting train.shard"
     sharded = Sharded(job.method, job.optimizer, job.settings, job.device)
     return replace(job, sharded=sharded, optimizer=sharded.optimizer)
 
@@ -228,7 +244,7 @@ def _quarantine(run: Run) -> Callable[[str, str], None]:
 
 
 def _micro_batch(
-    settings: Settings, state: checkpoint.State | None, method: ADCLR, device: torch.device, dtype: torch.dtype | None
+    settings: Settings, state: checkpoint.State | None, method: Method, device: torch.device, dtype: torch.dtype | None
 ) -> int:
     """Return the size that is set; or that of the run so far, so that drop path draws the same; or one that fits."""
     if settings.train.micro_batch_size:
@@ -244,7 +260,8 @@ def _micro_batch(
 
 def _provenance(job: Job, launched: Launch, compiled: CompileResult | None) -> dict[str, Any]:
     """Return what provenance.json says of this start beside the command and versions."""
-    return {
+    teacher = {"teacher": distillation.origin(job.settings)} if isinstance(job.settings, DistillSettings) else {}
+    return teacher | {
         "from_step": job.start,
         "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         "precision": "float32" if job.dtype is None else "bfloat16",
@@ -284,7 +301,7 @@ def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | No
         )
 
 
-def teacher_weights(job: Job) -> Weights:
-    """As an evaluation takes it; all processes must ask."""
+def evaluated_weights(job: Job) -> Weights:
+    """Return what an evaluation takes; all processes must call it."""
     data = job.settings.data
-    return Weights(job.teacher().backbone, data.mean, data.std, data.max_value)
+    return Weights(cast(VisionTransformer, job.evaluated().backbone), data.mean, data.std, data.max_value)

@@ -21,7 +21,7 @@ from adclr.system import distributed
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import STOPPED, Run
 from adclr.training import loggers
-from adclr.training.meter import LOSS_NAMES, Meter, Void
+from adclr.training.meter import Meter, Void
 from adclr.training.plan_cost import LONG_SECONDS, describe_long_run
 from adclr.training.schedules import Schedules, Values
 from adclr.training.signals import Signals
@@ -63,17 +63,19 @@ class Journal:
         self.keys, self.start = keys, start
         self.main = distributed.is_main()
         self.loggers = loggers.open_loggers(settings, run.path, start) if self.main else []
-        self.line = ProgressLine("pretrain", schedules.total_steps, start, show=self.main)
+        self.line = ProgressLine(settings.command, schedules.total_steps, start, show=self.main)
         self.logged_at, self.logged_step, self.text = time.monotonic(), start, ""  # of the last line
         self.other_seconds: dict[str, float] = {}  # not spent on steps, since the last line of timing.jsonl
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
-        self.health_rows = [row for row in rows if "target_kl" in row and row.get("step", 0) <= start]
+        self.health_rows = [row for row in rows if health.is_measured(row) and row.get("step", 0) <= start]
         self.health_step: int | None = None  # of the last of them
-        self.finding: str | None = None  # the last that was printed
+        self.findings: set[str] = set()  # names of the last ones, which were printed
         self.health_text = ""
         self.warned_of_disk = False  # that lines are held back
         self.num_voided = sum(1 for _ in run.rows("voided.jsonl"))
         self.on_gpu = meter.sums.is_cuda
+        # schedules without a meaning in a distillation
+        self.unlogged = ("momentum", "teacher_temperature") if settings.command == "distill" else ()
         self.pace_start: tuple[int, float] | None = None  # step and time since when the pace is measured
         self.pace_checked = False
 
@@ -115,11 +117,11 @@ class Journal:
             schedule = {
                 name: value
                 for name, value in vars(values).items()
-                if value is not None and not name.startswith("freeze")
+                if value is not None and name not in self.unlogged and not name.startswith("freeze")
             }
-            health_row = self._health(done, measure, means["loss_global"]) if self._health_is_due(done) else {}
+            health_row = self._health(done, measure, means.get("loss_global")) if self._health_is_due(done) else {}
             self.write(done, means | schedule | health_row)
-            self.text = f"{_describe(means, speed)}{self.health_text}"
+            self.text = f"{_describe(means, self.meter.names, speed)}{self.health_text}"
             self._log_void(done, void, last_void)
         if line_is_due or not self.on_gpu:  # else the host does not know how far the GPU is
             self._check_pace(done)
@@ -191,13 +193,16 @@ class Journal:
             measures = measure()
         self.health_rows.append(measures)
         self.health_step = done
-        finding = health.diagnose(self.health_rows)
-        self.health_text = f", kl {measures['target_kl']:.2g}, rank {measures['rank_cls']:.1f}"
-        if finding is not None:
+        collapse, shortcut = health.diagnose(self.health_rows), health.diagnose_shortcut(self.health_rows)
+        findings = [finding for finding in (collapse, shortcut) if finding is not None]
+        self.health_text = f", {health.summarize(measures)}"
+        for finding in findings:
             self.health_text += f", {finding.name}"
-            if finding.name != self.finding:
+            if finding.name not in self.findings:
                 self.say(f"step {done}: {finding.name}: {finding.words}")
-        self.finding = None if finding is None else finding.name
+        self.findings = {finding.name for finding in findings}
+        if self.settings.command == "distill":
+            return dict(measures)
         of_uniform = None if loss is None else loss / math.log(self.settings.method.num_prototypes)
         return measures | {"loss_of_log_k": of_uniform}
 
@@ -209,7 +214,7 @@ class Journal:
                 self.say(f"step {step} was void, for {cause} was not finite; voided.jsonl says of which images")
             if self.num_voided < MAX_VOIDED_ROWS:
                 row = {"step": step, "epoch": (step - 1) // self.schedules.steps_per_epoch, "cause": cause}
-                row |= {"losses": dict(zip(LOSS_NAMES, losses, strict=True)), "keys": self.keys(step)}
+                row |= {"losses": dict(zip(self.meter.names, losses, strict=True)), "keys": self.keys(step)}
                 self.run.append("voided.jsonl", row)
             self.num_voided += 1
         most = self.settings.train.max_void_steps
@@ -217,8 +222,8 @@ class Journal:
             first = done - last + 1
             raise UserError(
                 f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "
-                f"adclr pretrain --out {self.run.path} --replay {first}, or choose another --out and a lower optim.lr, "
-                "a longer optim.warmup_epochs or train.precision=float32"
+                f"adclr {self.settings.command} --out {self.run.path} --replay {first}, or choose another --out and a "
+                "lower optim.lr, a longer optim.warmup_epochs or train.precision=float32"
             )
 
     def write(self, step: int, row: dict[str, float | None]) -> None:
@@ -257,8 +262,8 @@ class Journal:
         self.logged_at += time.monotonic() - started
 
 
-def _describe(means: dict[str, float | None], speed: float) -> str:
+def _describe(means: dict[str, float | None], names: tuple[str, ...], speed: float) -> str:
     """Return losses and speed for the progress line."""
-    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in LOSS_NAMES[:-1] if means[name]]
+    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in names[:-1] if means[name]]
     voided = f", {means['voided_steps']:.0f} steps void" if means["voided_steps"] else ""
     return f"{', '.join(parts)}{voided}, {speed:.0f} images/s"

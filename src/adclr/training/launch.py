@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config import auto, parsing
+from adclr.config.distillation import DEFAULT_RECIPE, DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Stamps
 from adclr.data.sources import Source
+from adclr.system import store_cache, store_urls
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
 from adclr.system.runs import Run
+from adclr.system.text import printable
 from adclr.training import loggers
 
 INDEX = "index.npz"  # in a run: the images of the collection, with their paths and labels
@@ -49,12 +52,22 @@ def prepare(
     recipe: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
+    kind: type[Settings] = Settings,
 ) -> Launch:
-    """Check everything and return the settings, images and directory of a run; nothing is written."""
+    """Check everything and return the settings, images and directory of a run; nothing is written.
+
+    `kind` is the class of the settings: of pretraining or of a distillation.
+    """
+    if store_urls.is_remote(out):
+        raise UserError(
+            f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out"
+        )
     run = Run(out)
     check_writable(run.path)
     stored = run.settings()
     overrides = add_images(data, overrides)
+    if stored is not None and type(stored) is not kind and run.begun:
+        raise UserError(f"{run.path} holds a run of adclr {stored.command}; use that command or choose another --out")
     if stored is None and run.path.exists() and (not run.path.is_dir() or _has_other_files(run.path)):
         raise UserError(f"{run.path} exists and holds no run; choose another --out")
     if stored is not None and not run.begun:
@@ -62,17 +75,23 @@ def prepare(
     if stored is None and resume:
         raise UserError(f"{run.path} holds no run to resume; leave out --resume to start one")
     # names and values first, since that is quick; the collection after
-    base = recipe_settings(recipe)
+    base = recipe_settings(recipe, kind)
+    if not base and stored is None and kind is DistillSettings:
+        base = recipe_settings(DEFAULT_RECIPE, kind)
     automatic = not base and stored is None
     if not base and stored is not None:
         base = stored.model_dump(mode="json")
-    overrides, reasons = adopt_init(base, overrides, stored)
+    if kind is DistillSettings:
+        overrides, reasons = _adopt_teacher(base, overrides, stored)
+    else:
+        overrides, reasons = adopt_init(base, overrides, stored)
     if stored is not None:
         overrides = _unscaled(base, overrides, stored) | overrides
-    settings = resolve_settings(base, overrides)
+    settings = resolve_settings(base, overrides, kind)
     if not settings.data.path:
         raise UserError("no images were named; give the folder that holds them")
     loggers.check(settings.train.loggers)
+    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
     source = open_source(settings.data.path, run.path / INDEX, settings.data.allow_damaged_shards)
     _warn_of_damage(source)
     if stored is None:
@@ -83,15 +102,15 @@ def prepare(
         base = choice_settings(choice)
         settings = resolve_settings(base, overrides)
     if stored is None:
-        defaults = _with_defaults(base)
+        defaults = _with_defaults(base, kind)
         reasons = reasons + [
             f"{path}={value:g} instead of {defaults[path]:g}: in proportion to train.epochs={settings.train.epochs}"
-            for path, value in _shortened_epochs(base, overrides).items()
+            for path, value in _shortened_epochs(base, overrides, kind).items()
         ]
     else:
         if stored.train.epochs != settings.train.epochs:
-            raise UserError(_describe_epochs(run, stored.train.epochs, settings.train.epochs))
-        differences = parsing.differences(stored, settings, parsing.free_settings(Settings, "resume"))
+            raise UserError(_describe_epochs(run, stored, settings.train.epochs))
+        differences = parsing.differences(stored, settings, parsing.free_settings(kind, "resume"))
         if differences:
             raise UserError(f"{run.path} holds a run with other settings: {differences[0]}; choose another --out")
     check_batch(settings, len(source), num_processes(), "processes")
@@ -107,15 +126,22 @@ def add_images(data: str | Path | None, overrides: Mapping[str, Any] | None) -> 
         if {"path", "data.path"} & set(overrides):
             raise UserError(f"images were named twice, as {data} and by data.path; leave out one of them")
         overrides["data.path"] = str(data)
-    return overrides
+    return _conceal(overrides)
 
 
-def recipe_settings(recipe: str | Path | None) -> dict[str, Any]:
+def _conceal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the credentials in their URLs, since they are written down."""
+    return {name: store_urls.conceal(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
+def recipe_settings(recipe: str | Path | None, kind: type[Settings] = Settings) -> dict[str, Any]:
     """Return the settings of a recipe; none for `auto`, which is chosen by the images."""
     if recipe is None or recipe == "auto":
         return {}
     name = os.fspath(recipe)
-    return parsing.load_recipe(name) | {"recipe": name}
+    return _conceal(parsing.flatten(parsing.load_recipe(name, "distill" if kind is DistillSettings else ""))) | {
+        "recipe": name
+    }
 
 
 def _warn_of_damage(source: Source) -> None:
@@ -124,7 +150,7 @@ def _warn_of_damage(source: Source) -> None:
         return
     damaged = [(path, problem) for path, problem in source.listing.problems.items() if path in source.listing.facts]
     for shard, problem in damaged[:MAX_WARNINGS]:
-        print(f"shard {shard} is damaged: {problem}; these are used", file=sys.stderr)
+        print(printable(f"shard {shard} is damaged: {problem}; these are used"), file=sys.stderr)
     if len(damaged) > MAX_WARNINGS:
         print(f"and {len(damaged) - MAX_WARNINGS} more shards; adclr doctor lists them", file=sys.stderr)
 
@@ -150,29 +176,52 @@ def adopt_init(
     return {path: settings[path] for path in paths} | overrides, []
 
 
+def _adopt_teacher(
+    base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the user's settings with those that the teacher determines added, by full name, and the reasons."""
+    from adclr.training import distillation
+
+    user = _full_names(overrides, DistillSettings)
+    assert stored is None or isinstance(stored, DistillSettings)
+    values = _with_defaults(base, DistillSettings) | user
+    adopted, reasons = distillation.adopt_teacher(values, user, stored)
+    return user | adopted, reasons
+
+
 def choice_settings(choice: auto.Choice) -> dict[str, Any]:
     """Return the settings of an automatic choice, which stand in for those of a recipe."""
     return parsing.flatten(parsing.load_recipe(choice.recipe)) | choice.settings | {"recipe": f"auto: {choice.recipe}"}
 
 
-def resolve_settings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+def resolve_settings(
+    base: Mapping[str, Any], overrides: Mapping[str, Any], kind: type[Settings] = Settings
+) -> Settings:
     """Return the settings of a recipe with the user's on top.
 
     Warm-ups that are too long for the epochs are shortened in proportion, unless the user has set them.
     """
-    return parsing.build(Settings, base, _shortened_epochs(base, overrides), overrides)
+    return parsing.build(kind, base, _shortened_epochs(base, overrides, kind), overrides)
 
 
-def _shortened_epochs(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, float]:
+def _shortened_epochs(base: Mapping[str, Any], overrides: Mapping[str, Any], kind: type[Settings]) -> dict[str, float]:
     """Return the settings in epochs that fit into the recipe's epochs and not into the user's, scaled to these.
 
     A recipe that does not set its warm-up has the default one, which is scaled to its epochs too.
     """
-    recipe, overrides = _with_defaults(base), _full_names(overrides)
+    recipe, overrides = _with_defaults(base, kind), _full_names(overrides, kind)
     epochs, scaled = overrides.get("train.epochs", recipe["train.epochs"]), {}
+    if isinstance(epochs, int) and epochs < 1:  # which is refused by its own name, not by that of a warm-up
+        return {}
     for path, may_fill in IN_EPOCHS.items():
+        if path not in recipe:  # of a distillation
+            continue
         length, reference = recipe[path], recipe["train.epochs"]
-        if path == "optim.warmup_epochs" and path not in _full_names(base) and not _fits(length, reference, may_fill):
+        if (
+            path == "optim.warmup_epochs"
+            and path not in _full_names(base, kind)
+            and not _fits(length, reference, may_fill)
+        ):
             reference = Settings().train.epochs
         if path not in overrides and _fits(length, reference, may_fill) and not _fits(length, epochs, may_fill):
             scaled[path] = float(f"{length * epochs / reference:.3g}")
@@ -185,25 +234,27 @@ def _fits(length: Any, epochs: Any, may_fill: bool) -> bool:
     return not numbers or length < epochs or (may_fill and length == epochs)
 
 
-def _full_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def _full_names(values: Mapping[str, Any], kind: type[Settings] = Settings) -> dict[str, Any]:
     """Return settings by their full names."""
-    return {parsing.full_name(Settings, name): value for name, value in parsing.flatten(values).items()}
+    return {parsing.full_name(kind, name): value for name, value in parsing.flatten(values).items()}
 
 
-def _with_defaults(base: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(base: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
     """Return all settings of a recipe, with the defaults of those that it does not set."""
-    return parsing.flatten(Settings().model_dump(mode="json")) | _full_names(base)
+    return parsing.flatten(kind().model_dump(mode="json")) | _full_names(base, kind)
 
 
 def _unscaled(base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings) -> dict[str, Any]:
     """Return the settings in epochs that a run has unscaled, because it began before they were scaled."""
-    before, recipe = parsing.flatten(stored.model_dump(mode="json")), _with_defaults(base)
-    return {path: before[path] for path in _shortened_epochs(base, overrides) if before[path] == recipe[path]}
+    kind = type(stored)
+    before, recipe = parsing.flatten(stored.model_dump(mode="json")), _with_defaults(base, kind)
+    return {path: before[path] for path in _shortened_epochs(base, overrides, kind) if before[path] == recipe[path]}
 
 
-def _describe_epochs(run: Run, before: int, epochs: int) -> str:
+def _describe_epochs(run: Run, stored: Settings, epochs: int) -> str:
     """Return a sentence on what to do instead of changing the epochs of a run."""
-    if not run.finished or epochs < before:
+    before = stored.train.epochs
+    if not run.finished or epochs < before or isinstance(stored, DistillSettings):
         return (
             f"{run.path} is a run of {before} epochs, by which its learning rate falls; leave out epochs={epochs}, or "
             "choose another --out"

@@ -1,4 +1,4 @@
-"""Pretraining from start to end: load the job, take its steps, export the teacher's backbone.
+"""Training from start to end: load the job, take its steps, export the backbone.
 
 One step continues in `training/step.py`, and from there in `model/method.py`.
 """
@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
 from adclr.data.prefetch import Prefetcher
+from adclr.model.distillation import Backbone, Distillation
+from adclr.model.feature_network import FeatureNetwork
+from adclr.model.method import Branch
 from adclr.model.view_tensors import Views
 from adclr.report import health
 from adclr.report.live import LiveReport, picture_steps
@@ -23,10 +26,12 @@ from adclr.system import distributed, machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.runs import Run
+from adclr.system.text import printable
 from adclr.training import checkpoint, continued_pretraining, journal, launch
 from adclr.training.checkpoint_writer import Writer
+from adclr.training.distillation import measure_student
 from adclr.training.health_metrics import measure_health
-from adclr.training.job import Job, compile_method, load_job, record_start, shard, teacher_weights
+from adclr.training.job import Job, compile_method, evaluated_weights, load_job, record_start, shard
 from adclr.training.journal import Journal
 from adclr.training.launch import Launch
 from adclr.training.micro_batch import fit_micro_batch
@@ -34,7 +39,7 @@ from adclr.training.probe import SCORE_NAMES, Images, Probe, open_images, summar
 from adclr.training.schedules import Values
 from adclr.training.signals import Signals
 from adclr.training.step import Step
-from adclr.weights.backbone import save_backbone
+from adclr.weights.backbone import save_backbone, save_network
 
 CHECKPOINT_STEPS = 500  # least number of steps between checkpoints where no number is set
 
@@ -46,12 +51,28 @@ def pretrain(
     return train(launch.prepare(data, out, recipe, settings, resume))
 
 
+def distill(
+    teacher: str | Path,
+    data: str | Path | None,
+    out: str | Path,
+    recipe: str | Path | None = None,
+    resume: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train a student to give a teacher's features: `distill("runs/large", "photos/", out="runs/small", epochs=50)`.
+
+    `teacher` is any weights that `adclr.load` takes; the student is a ViT, or any network: `student="timm:resnet50"`.
+    """
+    named = settings | {"distill.teacher": str(teacher)}
+    return train(launch.prepare(data, out, recipe, named, resume, DistillSettings))
+
+
 def train(launched: Launch) -> Run:
     """Train a prepared run to the end, from its newest checkpoint if it has one."""
     settings, run = launched.settings, launched.run
     if run.finished:
         launch.check_finished(launched)
-        print(f"{run.path} is finished: {run.path}/backbone.safetensors")
+        print(printable(f"{run.path} is finished: {run.path}/backbone.safetensors"))
         return run
     device = select_device(settings.train.device)
     images = open_images(settings)
@@ -76,7 +97,7 @@ def train(launched: Launch) -> Run:
         if not fits:
             step = None  # with the memory of its CUDA graph
             raise UserError(_describe_size_that_fits(job))
-        backbone = job.teacher().backbone.state_dict()
+        backbone = job.evaluated().backbone
         if distributed.is_main():
             _finish(job, backbone)
             if live:
@@ -117,7 +138,7 @@ def _take_steps(job: Job, take_step: Step, probe: journal.Probe | None, live: Li
                     _save(job, writer, done)
             writer.check()
             weights = (
-                teacher_weights(job) if done in drawn_steps else None
+                evaluated_weights(job) if done in drawn_steps else None
             )  # sharded weights are gathered by all processes
             if live:
                 with journal.timed("drawing"):
@@ -134,23 +155,27 @@ def _take_steps(job: Job, take_step: Step, probe: journal.Probe | None, live: Li
 
 def _open_live(job: Job) -> LiveReport | None:
     """Return the report that is written while training, in the first process; None where there is none."""
-    weights = teacher_weights(job)  # gathered by all processes
+    weights = evaluated_weights(job)  # gathered by all processes
     if not job.settings.train.report or not distributed.is_main():
         return None
     return LiveReport(job.run, weights, job.feed.source, job.schedules.total_steps)
 
 
 def _measure_health(job: Job, views: Prefetcher[Views], values: Values) -> dict[str, float]:
-    """Return the health measures of the teacher on the views of the last micro-batch."""
+    """Return the health measures on the views of the last micro-batch: of the teacher, or of a distilled student."""
     assert views.last is not None
+    if isinstance(job.method, Distillation):
+        return measure_student(job.method, views.last, job.dtype)
+    teacher = job.evaluated()
+    assert isinstance(teacher, Branch)
     return measure_health(
-        job.method, views.last, values.teacher_temperature, job.dtype, job.teacher(), values.query_temperature
+        job.method, views.last, values.teacher_temperature, job.dtype, teacher, values.query_temperature
     )
 
 
 def _make_probe(job: Job, images: Images | None) -> journal.Probe | None:
     """Return the probe of the images there are, with a check against forgetting if the run began from weights."""
-    settings, run, schedules, weights = job.settings, job.run, job.schedules, partial(teacher_weights, job)
+    settings, run, schedules, weights = job.settings, job.run, job.schedules, partial(evaluated_weights, job)
     probe = None if images is None else Probe(settings, run, schedules, weights, images, job.device)
     if settings.model.init is None:
         return probe
@@ -166,10 +191,13 @@ def _save(job: Job, writer: Writer, done: int) -> None:
     writer.save(state, checkpoint.parts(job.method, job.optimizer), job.meter.total(), job.meter.decoder())
 
 
-def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
-    """Export the teacher's backbone, write results.json and print a summary."""
+def _finish(job: Job, backbone: Backbone) -> None:
+    """Export the backbone, write results.json and print a summary."""
     run, settings = job.run, job.settings
-    save_backbone(run.path, backbone, settings)
+    if isinstance(backbone, FeatureNetwork):
+        save_network(run.path, backbone, settings)
+    else:
+        save_backbone(run.path, backbone.state_dict(), settings)
     metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
     unreadable = list(run.rows("quarantine.jsonl"))
     speeds = [row["images_per_second"] for row in timing if "images_per_second" in row]
@@ -186,12 +214,13 @@ def _finish(job: Job, backbone: dict[str, Tensor]) -> None:
             "unreadable_images": len(unreadable),
         },
     )
-    finding = health.diagnose([row for row in metrics if "target_kl" in row])
+    finding = health.diagnose([row for row in metrics if health.is_measured(row)])
     if learned := summarize(metrics, finding and finding.name):
         print(learned)
     if unreadable:
-        print(f"{len(unreadable)} images could not be read and were skipped: {run.path}/quarantine.jsonl lists them")
-    print(f"done: {run.path}/backbone.safetensors")
+        skipped = f"{len(unreadable)} images could not be read and were skipped"
+        print(printable(f"{skipped}: {run.path}/quarantine.jsonl lists them"))
+    print(printable(f"done: {run.path}/backbone.safetensors"))
 
 
 def _describe_size_that_fits(job: Job) -> str:

@@ -8,11 +8,11 @@ import torch
 
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.model.method import ADCLR
 from adclr.model.view_tensors import Masks, Views
 from adclr.system import distributed
 from adclr.system.machine import GIB, available_gpu_memory, host_memory
 from adclr.training import plan_cost
+from adclr.training.methods import Method, vits
 
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
 CPU_SHARE = 0.5
@@ -20,7 +20,7 @@ SMALLER = "choose a smaller model.size, views.num_local or method.num_prototypes
 
 
 def fit_micro_batch(
-    method: ADCLR,
+    method: Method,
     settings: Settings,
     local_batch: int,
     device: torch.device,
@@ -50,17 +50,17 @@ def largest_divisor(local_batch: int, image_bytes: float, free_bytes: float, at_
 
 
 def measure_memory(
-    method: ADCLR, settings: Settings, device: torch.device, dtype: torch.dtype | None
+    method: Method, settings: Settings, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[float, float]:
     """Return the bytes whatever the batch and the bytes for each image, from forward and backward of 2 and 6 images.
 
     Leaves weights, gradients and centers as they were. Blocks run uncompiled: compiling them for these sizes would take
     longer than all else. Compiled they need less.
     """
-    for backbone in (method.student.backbone, method.teacher.backbone):
+    for backbone in vits(method):
         backbone.plain_blocks()
     if settings.train.checkpoint_activations:
-        method.student.backbone.checkpoint_blocks()
+        vits(method)[0].checkpoint_blocks()
     peaks, fits = {}, True
     for count in (2, 2, 6):  # the first also allocates what is allocated once
         gc.collect()

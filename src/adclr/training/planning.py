@@ -22,12 +22,12 @@ from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
-from adclr.system import machine, outputs
+from adclr.system import machine, outputs, store_cache
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
 from adclr.system.progress import format_duration
 from adclr.system.runs import provenance
-from adclr.system.text import format_size, printable_lines
+from adclr.system.text import format_size, printable, printable_lines
 from adclr.training import launch, plan_cost
 from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
 
@@ -102,7 +102,7 @@ def plan_run(
     if file is not None:
         facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance() | outputs.signature("plan")}
         write_json(file, plan | {"reasons": reasons} | facts)
-        print(f"\nwritten to {file}")
+        print(f"\nwritten to {printable(str(file))}")
     return plan
 
 
@@ -127,6 +127,7 @@ def _settle(
     if gpu and settings.train.precision == "float32":
         raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
     index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
+    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
     source = open_source(path, index, allowed) if path else None
     if base:
         return settings, source, reasons
@@ -356,4 +357,4 @@ def _describe_rates(time: Mapping[str, Any]) -> str:
     steps, views = time["steps_images_per_second"], time["views_images_per_second"]
     if views is None:
         return "the step alone, without probes"
-    return f"steps at {steps:.3g} images/s and their views at {views:.3g}, without probes"
+    return f"steps at {steps:.4g} images/s and their views at {views:.0f}, without probes"

@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adclr
 from adclr.config.parsing import UserError
-from adclr.model.method import ADCLR
 from adclr.model.view_tensors import Views
 from adclr.system import machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json
 from adclr.system.progress import track
+from adclr.system.text import printable
 from adclr.training.job import Job, compile_method, load_job
 from adclr.training.launch import Launch
-from adclr.training.meter import LOSS_NAMES
+from adclr.training.methods import Method, vits
 from adclr.training.schedules import Values
 from adclr.training.step import Step
 
@@ -59,7 +59,7 @@ def replay_step(launched: Launch, step: int) -> dict[str, Any]:
         result = _repeat_to(job, take_step, step) | _diagnose(job, step)
     file = launched.run.path / "replay" / f"step_{step}.json"
     write_json(file, result)
-    print(f"{_describe(result)}\nwritten to {file}")
+    print(f"{_describe(result)}\nwritten to {printable(str(file))}")
     return result
 
 
@@ -78,13 +78,13 @@ def _repeat_to(job: Job, take_step: Step, step: int) -> dict[str, Any]:
         "from_checkpoint": start,
         "drop_path_as_it_was": same or job.settings.model.drop_path == 0,
         "void": not ok.item(),
-        "losses": dict(zip(LOSS_NAMES, _finite_or_none(losses), strict=True)),
+        "losses": dict(zip(job.meter.names, _finite_or_none(losses), strict=True)),
     }
 
 
 def _diagnose(job: Job, step: int) -> dict[str, Any]:
     """Return the images, weights and operation that are not finite in a step."""
-    for backbone in (job.method.student.backbone, job.method.teacher.backbone):
+    for backbone in vits(job.method):
         backbone.plain_blocks()  # compiled ones would be compiled again for every number of images
     epoch, indices = job.batches.step_indices(step - 1)
     values = job.schedules.at(step - 1)
@@ -135,7 +135,7 @@ def _views(job: Job, epoch: int, indices: Indices) -> Iterator[Views]:
         yield from views
 
 
-def _backward(method: ADCLR, views: Views, values: Values, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+def _backward(method: Method, views: Views, values: Values, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """Run forward and backward; return the losses."""
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         losses = method(views, values.teacher_temperature, values.query_temperature)
@@ -143,7 +143,7 @@ def _backward(method: ADCLR, views: Views, values: Values, device: torch.device,
     return torch.stack([loss.detach() for loss in losses])
 
 
-def _first_operation(method: ADCLR, views: Views, values: Values, dtype: torch.dtype | None) -> dict[str, Any]:
+def _first_operation(method: Method, views: Views, values: Values, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the first operation whose result is not finite, on the CPU, where every operation can be checked."""
     copied, cpu = copy.deepcopy(method).cpu(), torch.device("cpu")
     with _FiniteCheck() as check:  # type: ignore[no-untyped-call]

@@ -23,17 +23,6 @@ class Values:
     freeze_backbone: bool = False  # and the teacher's with it
     query_temperature: float | None = None  # the teacher's for queries; None: the same
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The values that a device takes as numbers: all but those that decide what is computed."""
-        query_temperature = self.teacher_temperature if self.query_temperature is None else self.query_temperature
-        return self.lr, self.weight_decay, self.momentum, self.teacher_temperature, query_temperature
-
-    @property
-    def frozen(self) -> tuple[bool, bool]:
-        """Whether the head's last layer and the backbone are frozen, which decides what is computed."""
-        return self.freeze_last_layer, self.freeze_backbone
-
 
 @dataclass(frozen=True)
 class Schedules:
@@ -76,7 +65,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Return AdamW; parameters of one dimension (biases, norms, LayerScale) are not decayed.
 
     The fused kernel is used on every device because it alone takes the flag that voids a step on the device. Decay is
-    done by `update`, which can take its value from the device.
+    done by `optimizer_step`, which can take its value from the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -12,14 +12,14 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model import optim
-from adclr.model.method import ADCLR, Losses
+from adclr.model.method import ADCLR, Branch
 from adclr.model.view_tensors import Views
 from adclr.system import distributed
 from adclr.system.devices import send
@@ -27,6 +27,7 @@ from adclr.system.text import one_line
 from adclr.training import schedules
 from adclr.training.cuda_graph import RecordedStep
 from adclr.training.fsdp import ShardedAdamW, sync_gradients
+from adclr.training.methods import Method
 from adclr.training.plan_cost import allows_cuda_graph
 
 
@@ -41,7 +42,7 @@ class Step:
     def __init__(
         self,
         settings: Settings,
-        method: ADCLR,
+        method: Method,
         optimizer: torch.optim.AdamW,
         device: torch.device,
         dtype: torch.dtype | None,  # of autocast
@@ -57,29 +58,29 @@ class Step:
         self.graphs: dict[tuple[object, ...], RecordedStep] = {}  # by what is frozen, and the number of masked patches
 
     def __call__(self, views: Iterable[Views], values: schedules.Values) -> tuple[Tensor, Tensor]:
-        """Return the losses in the order of `method.Losses`, mean over micro-batches, and whether the step was good."""
+        """Return the losses in the order of `Meter.names`, mean over micro-batches, and whether the step was good."""
         if self.record:
             (batch,) = views
             graph = self._graph(batch, values)
             if graph is not None:
-                losses, ok = graph(batch, values.numbers)
+                losses, ok = graph(batch, _numbers(values))
                 return losses, ok
             views = [batch]
         if self.device.type != "cuda":
-            return self._run(views, values.numbers, values.frozen)
+            return self._run(views, _numbers(values), _frozen(values))
         # unrecorded too, a GPU takes the values as float32 tensors, so that both ways round alike: to the bit
-        return self._run(views, send(np.array(values.numbers, np.float32), self.device), values.frozen)
+        return self._run(views, send(np.array(_numbers(values), np.float32), self.device), _frozen(values))
 
     def _graph(self, views: Views, values: schedules.Values) -> RecordedStep | None:
         """Return the graph for such views, recorded on first use; None if recording fails, which ends recording."""
-        frozen = values.frozen
+        frozen = _frozen(values)
         kind = *frozen, views.masks and len(views.masks.index)
         if kind not in self.graphs:
             self.graphs.clear()  # first, since each holds the memory of a step
             # a temperature that is not a number makes a loss that is not, and such a step changes nothing
             void = schedules.Values(0.0, 0.0, 1.0, float("nan"), *frozen)
             try:
-                self.graphs[kind] = RecordedStep(lambda v, n: self._run([v], n, frozen), views, void.numbers)
+                self.graphs[kind] = RecordedStep(lambda v, n: self._run([v], n, frozen), views, _numbers(void))
             except (torch.OutOfMemoryError, UserError):
                 raise
             except Exception as error:  # before anything was recorded
@@ -93,13 +94,13 @@ class Step:
     def _run(
         self, views: Iterable[Views], numbers: tuple[float, ...] | Tensor, frozen: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        """Take the step, kernel by kernel; `numbers` are `Values.numbers`, on a GPU as a tensor."""
+        """Take the step, kernel by kernel; `numbers` are those of `_numbers`, on a GPU as a tensor."""
         lr, weight_decay, momentum, temperature, query_temperature = numbers
         losses = self.accumulate_gradients(views, temperature, query_temperature)
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
-        frozen_parameters = []
-        if freeze_last_layer:
-            frozen_parameters = [p for head in student.heads for p in head.last_layer.parameters()]
+        frozen_parameters: list[nn.Parameter] = []
+        if freeze_last_layer and isinstance(student, Branch):
+            frozen_parameters += [p for head in student.heads for p in head.last_layer.parameters()]
         for parameter in [*frozen_parameters, *(student.backbone.parameters() if freeze_backbone else ())]:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, ShardedAdamW):
@@ -116,20 +117,33 @@ class Step:
 
         Views are taken one by one, so that few are in memory.
         """
-        model, sums = self.model, torch.zeros(len(Losses._fields), device=self.device)
+        model, sums = self.model, torch.zeros((), device=self.device)
         for number, batch in enumerate(views):
             last = number == self.accumulate - 1
             if self.sharded:
+                assert isinstance(self.method, ADCLR)
                 sync_gradients(self.method, last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
                     losses = model(batch, teacher_temperature, query_temperature)
                 (losses.total / self.accumulate).backward()
-            sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
+            sums = sums + torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums
 
 
-def _data_parallel(method: ADCLR, settings: Settings) -> DistributedDataParallel:
+def _numbers(values: schedules.Values) -> tuple[float, ...]:
+    """Return the values that a device takes as numbers: all but those that decide what is computed."""
+    temperature, query_temperature = values.teacher_temperature, values.query_temperature
+    query_temperature = temperature if query_temperature is None else query_temperature
+    return values.lr, values.weight_decay, values.momentum, temperature, query_temperature
+
+
+def _frozen(values: schedules.Values) -> tuple[bool, bool]:
+    """Return whether the head's last layer and the backbone are frozen, which decides what is computed."""
+    return values.freeze_last_layer, values.freeze_backbone
+
+
+def _data_parallel(method: Method, settings: Settings) -> DistributedDataParallel:
     model = DistributedDataParallel(method)
     if settings.train.reduce_precision == "bfloat16":
         model.register_comm_hook(None, bf16_compress_hook)

@@ -1,8 +1,8 @@
 """Weights of a backbone: safetensors and a JSON file that describes them. `load` takes those of other programs too.
 
 A W, wherever a command takes one: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
-MAE, SelfPatch, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); or timm:NAME.
-docs/weights.md.
+MAE, SelfPatch, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); the URL of one of
+these in a store; or timm:NAME. docs/weights.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -21,15 +21,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from adclr.config import parsing
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import VIT_SIZES, Deviation, Positive, Ratio, Section, Side, UserError, Width
 from adclr.config.settings import Settings
 from adclr.data.decode import Decoder
+from adclr.model.feature_network import FeatureNetwork
 from adclr.model.vit import VisionTransformer
-from adclr.system import distributed
+from adclr.system import distributed, store_mirror
 from adclr.system.files import write_atomically, write_json
 from adclr.system.runs import Run
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights import layouts, origins, snapshot
+from adclr.weights.networks import NetworkDescription, network_state, restore_network
 from adclr.weights.origins import StoredWeights
 from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
@@ -78,7 +82,7 @@ class Description(Section):
 class Weights:
     """A backbone in eval mode and how its images are normalized."""
 
-    vit: VisionTransformer
+    vit: VisionTransformer  # or a `FeatureNetwork`, of `load_weights(..., networks=True)`
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_value: float | None = None  # white in images of more than 8 bits
@@ -89,6 +93,17 @@ class Weights:
         """Return the decoder of images for this backbone: as in its training, but images are never shrunk."""
         return Decoder(num_channels=self.vit.num_channels, max_value=self.max_value)
 
+    @property
+    def network(self) -> FeatureNetwork | None:
+        """The backbone if it is no ViT of this program."""
+        backbone: object = self.vit
+        return backbone if isinstance(backbone, FeatureNetwork) else None
+
+    @property
+    def patch_dim(self) -> int:
+        """The width of the patches; in some networks it is not that of the pooled vector."""
+        return self.vit.dim if self.network is None else self.network.map_dim
+
     def describe(self) -> Description:
         """Return the content of backbone.json."""
         shape = architecture_of(self.vit)
@@ -97,6 +112,9 @@ class Weights:
     def fingerprint(self) -> str:
         """Return a hash of everything that decides which features these weights give an image."""
         vit = self.vit
+        if self.network is not None:
+            facts = self.network.name, self.network.input_size, self.mean, self.std, self.max_value
+            return fingerprint(self.network.state_dict(), repr(facts))
         rules = (vit.num_heads, vit.patch_size, vit.input_size, vit.position_resampling, vit.norm_eps)
         return fingerprint(vit.state_dict(), repr((rules, self.mean, self.std, self.max_value)))
 
@@ -143,6 +161,32 @@ def write_backbone(folder: Path, state: Mapping[str, Tensor], description: Descr
     write_atomically(folder / "backbone.safetensors", save(tensors))
 
 
+def save_network(folder: Path, network: FeatureNetwork, settings: Settings) -> None:
+    """Write backbone.safetensors and backbone.json of a student that is no ViT of this program."""
+    data = settings.data
+    write_network(folder, network, data.mean, data.std, data.max_value)
+
+
+def write_network(
+    folder: Path,
+    network: FeatureNetwork,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    max_value: float | None,
+) -> None:
+    """Write backbone.safetensors, by the network's own names, and backbone.json."""
+    description = NetworkDescription(
+        network=network.name,
+        input_size=network.input_size,
+        num_channels=network.num_channels,
+        mean=mean,
+        std=std,
+        max_value=max_value,
+    )
+    write_json(folder / "backbone.json", description.model_dump(mode="json"))
+    write_atomically(folder / "backbone.safetensors", save(network_state(network), metadata={"format": "pt"}))
+
+
 def load(weights: str | Path, partial: bool = False) -> VisionTransformer:
     """Return the backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
     return load_weights(weights, partial).vit
@@ -153,8 +197,11 @@ def load_weights(
     partial: bool | None = False,
     input_size: int | tuple[int, int] | None = None,
     show: bool = True,
+    networks: bool = False,
 ) -> Weights:
     """Return a W as a backbone and how its images are normalized.
+
+    With `networks` it can be a student of a distillation that is no ViT, such as a ResNet; otherwise that is refused.
 
     Weights that lack tensors, or that have tensors unknown to this ViT, are refused unless `partial`, with which the
     missing ones are newly initialized; None is for commands without the option. With `input_size` (height and width)
@@ -162,6 +209,8 @@ def load_weights(
     on stderr unless the weights are of this program.
     """
     stored, ours = _find(weights)
+    if "network" in stored.description:
+        return _assemble_network(stored, networks)
     loaded = _assemble(stored, ours, partial)
     if input_size is not None:
         loaded = _resize_positions(loaded, (input_size, input_size) if isinstance(input_size, int) else input_size)
@@ -173,7 +222,12 @@ def load_weights(
 
 def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
     """Return the tensors of a W, and whether this program wrote them."""
-    text = str(weights)
+    text = conceal(str(weights))
+    if is_remote(text):
+        url, _, branch = text.rpartition("::") if "::" in text else (text, "", "")
+        with store_mirror.local_weights(url) as copy:
+            stored, ours = _find(f"{copy}::{branch}" if branch else copy)
+            return replace(stored, source=url), ours
     if text.startswith("timm:"):
         return origins.from_timm(text.removeprefix("timm:")), False
     # os.path.exists is False where Path.exists raises: for a name that is too long, or without permission
@@ -195,15 +249,43 @@ def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
     return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - ADDED <= shape.keys()
 
 
+def _assemble_network(stored: StoredWeights, networks: bool) -> Weights:
+    """Return weights of a network that is no ViT of this program."""
+    if not networks:
+        raise UserError(
+            f"{stored.source} is of {printable(str(stored.description['network']))}, which is no ViT; "
+            "evaluate knn, linear, matching and incontext, embed and export --to timm take it"
+        )
+    network, described = restore_network(stored.description, stored.tensors, stored.source)
+    report = Report(stored.source, "ADCLR", stored.branch, tuple(stored.tensors), (), (), {}, ())
+    vit = cast(VisionTransformer, network)
+    return Weights(vit, described.mean, described.std, described.max_value, report)
+
+
 def _find_in_run(path: Path) -> StoredWeights:
     run = Run(path)
-    settings, newest = run.settings(), snapshot.find_newest(run, ["teacher.safetensors"])
+    settings = run.settings()
+    part = "student" if isinstance(settings, DistillSettings) else "teacher"
+    newest = snapshot.find_newest(run, [f"{part}.safetensors"])
     if settings is None or newest.step is None:
         raise UserError(
             f"{path} holds neither backbone.safetensors nor a whole checkpoint; give the directory of a run"
         )
-    latest = run.checkpoints / f"step_{newest.step}" / "teacher.safetensors"
-    return StoredWeights(str(latest), read_tensors(latest), "teacher", describe(settings).model_dump())
+    latest = run.checkpoints / f"step_{newest.step}" / f"{part}.safetensors"
+    tensors = read_tensors(latest)
+    if isinstance(settings, DistillSettings) and not settings.student_is_vit:
+        prefix, data, side = "backbone.network.model.", settings.data, settings.views.global_size
+        named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        description: dict[str, Any] = {
+            "network": settings.distill.student,
+            "input_size": (side, side),
+            "num_channels": settings.model.num_channels,
+            "mean": data.mean,
+            "std": data.std,
+            "max_value": data.max_value,
+        }
+        return StoredWeights(str(latest), named, part, description)
+    return StoredWeights(str(latest), tensors, part, describe(settings).model_dump())
 
 
 def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weights:

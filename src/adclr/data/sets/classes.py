@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
-from adclr.data.collection import open_source
+from adclr.data import huggingface_cache
+from adclr.data.collection import is_folder, open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
 from adclr.data.sources import Source, Subset
+from adclr.system.store_urls import conceal, is_remote
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,24 @@ def open_labeled(path: str | Path, allow_damaged: bool = False) -> LabeledImages
 
     A fifth of an unsplit folder, chosen by the keys of its images, is the val split.
     """
-    text = os.fspath(path)
-    root, hub = Path(text), text.startswith("hf:")
-    folder = text.removeprefix("hf:")
+    text = conceal(os.fspath(path))
+    hub, remote = text.startswith("hf:") and not is_remote(text), is_remote(text)
+    root: Path | str = text if remote else Path(text)
+    folder = text.removeprefix("hf:") if hub else text
     train: Source
     val: Source
     kind, _, location = text.partition(":")
     if kind in KINDS:
         train, val = open_set(kind, location)
-    elif os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, "val")):
+    elif hub and huggingface_cache.is_name(folder) and (pair := huggingface_cache.train_and_val(folder)):
+        train, val = (open_source(split, allow_damaged=allow_damaged) for split in pair)
+    elif is_folder(os.path.join(folder, "train")) and is_folder(os.path.join(folder, "val")):
         prefix = "hf:" if hub else ""
         splits = (prefix + os.path.join(folder, split) for split in ("train", "val"))
         train, val = (open_source(split, allow_damaged=allow_damaged) for split in splits)
     else:
-        _check_unsplit(root)
+        if not remote:
+            _check_unsplit(Path(text))
         whole = open_source(text, allow_damaged=allow_damaged)
         train, val = (Subset(whole, indices) for indices in split_by_key(whole.keys))
     small = f"{root} is too small to be split into train and val; give {root}/train and {root}/val"

@@ -260,7 +260,7 @@ def check(splits: Sequence[Instances], num_workers: int | None = None, show: boo
         size = image_size(lambda: split.photos.read(index), expected)
         if size is None or size == expected:
             return None
-        name = split.photos.root / split.photos.paths[index]
+        name = split.photos.file(index)
         return f"{name} is {size[1]}x{size[0]} pixels where its json says {expected[1]}x{expected[0]}"
 
     items = [(split, index) for split in splits for index in range(len(split.photos))]

@@ -90,7 +90,7 @@ class Pairs(Source):
 
     def part(self, chosen: NDArray[np.int64]) -> Pairs:
         """Return some of the pairs."""
-        return Pairs(self.root, self.labels, [self.paths[i] for i in chosen], [self.files[i] for i in chosen])
+        return Pairs(Path(self.root), self.labels, [self.paths[i] for i in chosen], [self.files[i] for i in chosen])
 
 
 @dataclass(frozen=True)

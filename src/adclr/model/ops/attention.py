@@ -1,7 +1,7 @@
 """Attention of short sequences of several lengths, all in one tensor: every token attends to the image tokens.
 
-`plain` is the reference in PyTorch and works everywhere; on NVIDIA GPUs `fused` runs the kernels of
-`attention_kernels.py` directly on the output of the qkv layer, as one operation for `torch.compile`.
+On NVIDIA GPUs `fused` runs the kernels of `attention_kernels.py` directly on the output of the qkv layer, as one
+operation for `torch.compile`. `dispatch.attend_plain` is the reference in PyTorch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adclr.system import triton_available
 
-DTYPES = (torch.bfloat16, torch.float16)  # tensor cores have no full float32: `plain` takes it
+DTYPES = (torch.bfloat16, torch.float16)  # tensor cores have no full float32: `dispatch.attend_plain` takes it
 HEAD_WIDTHS = (16, 32, 64, 128)
 MAX_KEYS = 272  # image tokens; flash attention is faster for more
 MAX_HIDDEN = 15  # the first tile of keys, at least 16, must hold one that queries attend to
@@ -30,13 +29,6 @@ class Group(NamedTuple):
     tokens: int  # of a sequence
     image: int  # image tokens of a sequence
     hidden: int = 0  # image tokens, the first, that query tokens do not attend to
-
-
-def attend(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """M×3D -> M×D, with M the tokens of all groups and D the heads side by side, as in timm's qkv layer."""
-    if fits(qkv, groups, num_heads):
-        return fused(qkv, groups, num_heads)
-    return plain(qkv, groups, num_heads)
 
 
 def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
@@ -54,24 +46,6 @@ def fits(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> bool:
 def _has_shared_memory(index: int) -> bool:
     """A function of its own, because the compiler takes the properties of a device for constants."""
     return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor >= MIN_SHARED_MEMORY
-
-
-def plain(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """Run PyTorch's attention on each group."""
-    dim = qkv.shape[1] // 3
-    outputs, row = [], 0
-    for sequences, tokens, image, hidden in groups:
-        rows = qkv[row : row + sequences * tokens].view(sequences, tokens, 3, num_heads, dim // num_heads)
-        q, k, v = rows.permute(2, 0, 3, 1, 4)
-        if hidden and tokens > image:
-            image_output = F.scaled_dot_product_attention(q[:, :, :image], k[:, :, :image], v[:, :, :image])
-            keys, values = k[:, :, hidden:image], v[:, :, hidden:image]
-            output = torch.cat([image_output, F.scaled_dot_product_attention(q[:, :, image:], keys, values)], dim=2)
-        else:
-            output = F.scaled_dot_product_attention(q, k[:, :, :image], v[:, :, :image])
-        outputs.append(output.transpose(1, 2).reshape(sequences * tokens, dim))
-        row += sequences * tokens
-    return torch.cat(outputs)
 
 
 def fused(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The MLP of a block, y -> fc2(gelu(fc1(y))), as one operation that stores only h = fc1(y) for backward.
 
 The products are cuBLAS's; the kernels of `mlp_kernels.py` compute GELU, and in backward GELU again, its gradient and
-the gradient of fc1's bias. `plain` is the reference in PyTorch and works everywhere.
+the gradient of fc1's bias. `dispatch.mlp_plain` is the reference in PyTorch.
 
 M tokens, D width, H hidden width. Parameters have the shapes of `nn.Linear`.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adclr.system import triton_available
@@ -19,24 +18,9 @@ from adclr.system import triton_available
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def mlp(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """...×D -> ...×D, in y's type or autocast's. Parameters and their gradients may be float32."""
-    if torch.is_autocast_enabled(y.device.type):
-        y = y.to(torch.get_autocast_dtype(y.device.type))
-    if fits(y):
-        return fused(y, w1, b1, w2, b2)
-    return plain(y, w1, b1, w2, b2)
-
-
 def fits(y: Tensor) -> bool:
     """Return whether the kernels support this tensor. In float32 they gain nothing: its products take too long."""
     return triton_available.possible and y.device.type == "cuda" and y.dtype in DTYPES
-
-
-def plain(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Run PyTorch's operations."""
-    hidden = F.linear(y, w1.to(y.dtype), b1.to(y.dtype))
-    return F.linear(F.gelu(hidden), w2.to(y.dtype), b2.to(y.dtype))
 
 
 def fused(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A residual sum and its LayerNorm in one operation, so that the sum is written once and not read again.
 
-`plain` is the reference in PyTorch and works everywhere; on NVIDIA GPUs `fused` runs the kernels of `norm_kernels.py`,
-as one operation for `torch.compile`. Backward needs the sum and two numbers of each row.
+On NVIDIA GPUs `fused` runs the kernels of `norm_kernels.py`, as one operation for `torch.compile`. Backward needs the
+sum and two numbers of each row. `dispatch.add_norm_plain` is the reference in PyTorch.
 """
 
 from __future__ import annotations
@@ -9,29 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adclr.system import triton_available
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 4096
-
-
-def add_norm(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (x + branch · factor, its LayerNorm), M×D and of the type of x.
-
-    `factor`, M or M×1, has no gradient. Without it the sum is x + branch, and without a branch x.
-    """
-    run = fused if fits(x) else plain
-    return run(x, branch, factor, weight, bias, eps)
-
-
-def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the LayerNorm of x, M×D."""
-    return add_norm(x, None, None, weight, bias, eps)[1]
 
 
 def fits(x: Tensor) -> bool:
@@ -44,17 +27,6 @@ def fits(x: Tensor) -> bool:
         and x.shape[1] <= MAX_WIDTH
         and x.shape[1] % 16 == 0
     )
-
-
-def plain(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's LayerNorm in float32, on the sum rounded to the type of x."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if branch is not None:
-        addend = branch.to(dtype) if factor is None else branch.to(dtype) * factor.detach().reshape(-1, 1)
-        x = (x.to(dtype) + addend).to(x.dtype)
-    return x, F.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
 
 
 def fused(

@@ -17,13 +17,15 @@ import torch
 
 from adclr.config.parsing import UserError
 from adclr.model.vit import VisionTransformer
-from adclr.system import outputs
+from adclr.system import outputs, store_mirror
 from adclr.system.files import check_writable, read_json, sync, write_json
 from adclr.system.runs import provenance
+from adclr.system.store_urls import conceal, is_remote
+from adclr.system.text import printable
 from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
 from adclr.weights.export import card, onnx
-from adclr.weights.export.formats import WRITERS, Export
+from adclr.weights.export.formats import NETWORK_FORMATS, WRITERS, Export
 
 RECORD = "export.json"  # what was written and how it was checked
 TOLERANCE = 1e-4  # of the largest output
@@ -36,20 +38,26 @@ def export(
     partial: bool = False,
     input_size: int | tuple[int, int] | None = None,
     overwrite: bool = False,
-) -> Path:
-    """Write a W into the folder `out` for another program, and print what was written.
+) -> Path | str:
+    """Write a W into the folder or URL `out` for another program, and print what was written.
 
     An earlier export is replaced if nobody has changed its files; with `overwrite` any files of the same names are.
     Other files in the folder stay.
     """
     if to not in WRITERS:
         raise UserError(f"there is no export to {to!r}; choose {', '.join(WRITERS)}")
+    url = conceal(os.fspath(out))
+    if is_remote(url):
+        with store_mirror.uploaded(url, RECORD) as copy:
+            export(weights, to, copy, partial, input_size, overwrite)
+        print(f"uploaded to {url}")
+        return url
     folder = Path(os.path.abspath(out))
     check_writable(folder)
     earlier_files = None if overwrite else _check_output(folder, Path(out))
     if to == "onnx":
         onnx.check_installed()
-    loaded = load_weights(weights, partial, input_size)
+    loaded = load_weights(weights, partial, input_size, networks=to in NETWORK_FORMATS)
     report = loaded.report
     parents = [parent for parent in folder.parents if not parent.exists()]
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -83,7 +91,7 @@ def export(
         raise
     for line in (*written.notes, *checks):
         print(line)
-    print(f"written to {out}: {', '.join(sorted([*files, RECORD]))}")
+    print(f"written to {printable(str(out))}: {', '.join(sorted([*files, RECORD]))}")
     return folder
 
 

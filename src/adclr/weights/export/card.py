@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError, flatten
 from adclr.config.settings import Settings
 from adclr.system.files import read_json
@@ -35,7 +36,7 @@ def write(
     weights: Weights, run: Run | None, library: str, usage: str, notes: Iterable[str], checks: Iterable[str]
 ) -> str:
     """Return the card as Markdown."""
-    vit, settings = weights.vit, run.settings() if run else None
+    settings = run.settings() if run else None
     loader = PackageLoader("adclr.weights.export", "")
     # Markdown is not escaped as HTML; `cell` escapes what names of files and settings may hold
     environment = Environment(loader=loader, autoescape=False, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -46,15 +47,7 @@ def write(
         summary=_summary(weights, settings),
         usage=usage.strip(),
         images=_images(weights),
-        architecture={
-            "blocks, width, heads": f"{vit.depth}, {vit.dim}, {vit.num_heads}",
-            "patches": f"{vit.patch_size}x{vit.patch_size} pixels",
-            "registers": vit.num_registers,
-            **({"class-attention blocks": vit.class_attention} if vit.class_attention else {}),
-            "LayerScale": "yes" if vit.layer_scale else "no",
-            "parameters": f"{sum(p.numel() for p in vit.parameters()):,}",
-            "positions at other sizes": RESAMPLED[vit.position_resampling],
-        },
+        architecture=_architecture(weights),
         training=_training(run, settings) if run and settings else None,
         settings=_changed_settings(settings) if settings else None,
         scores=_scores(run) if run else [],
@@ -63,16 +56,39 @@ def write(
     )
 
 
+def _architecture(weights: Weights) -> dict[str, object]:
+    vit, parameters = weights.vit, f"{sum(p.numel() for p in weights.vit.parameters()):,}"
+    if weights.network is not None:
+        name, (rows, columns) = weights.network.name, weights.network.grid
+        widths = f"{weights.network.dim} of the vector, {weights.patch_dim} of the map"
+        return {"network": name, "width": widths, "map": f"{rows}x{columns}", "parameters": parameters}
+    return {
+        "blocks, width, heads": f"{vit.depth}, {vit.dim}, {vit.num_heads}",
+        "patches": f"{vit.patch_size}x{vit.patch_size} pixels",
+        "registers": vit.num_registers,
+        **({"class-attention blocks": vit.class_attention} if vit.class_attention else {}),
+        "LayerScale": "yes" if vit.layer_scale else "no",
+        "parameters": parameters,
+        "positions at other sizes": RESAMPLED[vit.position_resampling],
+    }
+
+
 def _title(weights: Weights, run: Run | None) -> str:
-    vit = weights.vit
+    vit, suffix = weights.vit, f", {_cell(run.path.resolve().name)}" if run else ""
+    if weights.network is not None:
+        return f"{_cell(weights.network.name)}{suffix}"
     letter = {192: "Ti", 384: "S", 768: "B", 1024: "L", 1280: "H"}.get(vit.dim, f"{vit.depth}x{vit.dim}")
-    return f"ViT-{letter}/{vit.patch_size}" + (f", {_cell(run.path.resolve().name)}" if run else "")
+    return f"ViT-{letter}/{vit.patch_size}{suffix}"
 
 
 def _summary(weights: Weights, settings: Settings | None) -> str:
     if settings is None:
         layout = weights.report.layout if weights.report else "unknown"
         return f"A Vision Transformer whose weights come from a file of the layout {layout}, exported by ADCLR."
+    if isinstance(settings, DistillSettings):
+        kind = "A Vision Transformer" if weights.network is None else "A network"
+        teacher = last_part(settings.distill.teacher)
+        return f"{kind} trained without labels by ADCLR to give the features of {_cell(teacher)}."
     method = "ADCLR" if settings.views.num_queries and settings.method.query_weight else "DINO"
     if settings.masked:
         method = "ADCLR*" if method == "ADCLR" else "iBOT"
@@ -84,8 +100,9 @@ def _summary(weights: Weights, settings: Settings | None) -> str:
 def _images(weights: Weights) -> dict[str, object]:
     height, width = weights.vit.input_size
     mean, std = ("[" + ", ".join(f"{x:.6g}" for x in values) + "]" for values in (weights.mean, weights.std))
+    divisible = f" that is divisible by {weights.vit.patch_size}" if weights.network is None else ""
     rows: dict[str, object] = {
-        "size": f"{height}x{width} pixels; any other that is divisible by {weights.vit.patch_size}",
+        "size": f"{height}x{width} pixels; any other{divisible}",
         "channels": weights.vit.num_channels,
         "values": f"0 to 1, minus {mean}, over {std}",
     }
@@ -120,7 +137,7 @@ def _training(run: Run, settings: Settings) -> dict[str, object]:
 
 def _changed_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that are not the defaults."""
-    defaults = flatten(Settings().model_dump(mode="json"))
+    defaults = flatten(type(settings)().model_dump(mode="json"))
     return {
         name: last_part(value) if isinstance(value, str) else value
         for name, value in flatten(settings.model_dump(mode="json")).items()

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from adclr.config.parsing import VIT_SIZES, UserError
+from adclr.model.feature_network import FeatureNetwork
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
-from adclr.weights.backbone import Weights, load_weights, write_backbone
+from adclr.weights.backbone import Weights, load_weights, write_backbone, write_network
 from adclr.weights.export import onnx
+from adclr.weights.networks import TIMM, network_state
 
 Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]  # images -> [CLS], patches
 
@@ -56,10 +58,13 @@ def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...
 
 
 def _safetensors(weights: Weights, folder: Path) -> Export:
-    write_backbone(folder, _state(weights.vit), weights.describe())
+    if weights.network is None:
+        write_backbone(folder, _state(weights.vit), weights.describe())
+    else:
+        write_network(folder, weights.network, weights.mean, weights.std, weights.max_value)
 
     def reader() -> tuple[str, Outputs]:
-        vit = load_weights(folder, show=False).vit
+        vit = load_weights(folder, show=False, networks=True).vit
         return "adclr", lambda images: vit(images)[:2]
 
     usage = """
@@ -96,7 +101,56 @@ def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
     return f"vit_{size or 'tiny'}_patch16_224", arguments
 
 
+def _timm_network(weights: Weights, network: FeatureNetwork, folder: Path) -> Export:
+    """Write a network that is timm's already, under timm's names."""
+    name, state = network.name.removeprefix(TIMM), network_state(network)
+    _write(folder / "model.safetensors", state)
+    import timm  # the network could not have been built without it
+
+    known = timm.get_pretrained_cfg(name)
+    config: dict[str, Any] = {
+        "input_size": [network.num_channels, *network.input_size],
+        "mean": weights.mean,
+        "std": weights.std,
+        "num_classes": 0,
+        "interpolation": "bicubic",
+        "crop_pct": 0.875,
+    }
+    config |= {part: getattr(known, part) for part in ("first_conv", "classifier") if known is not None}
+    model_arguments = {} if network.num_channels == 3 else {"in_chans": network.num_channels}
+    values = {"architecture": name, "num_classes": 0, "num_features": network.dim, "pretrained_cfg": config}
+    write_json(folder / "config.json", values | {"model_args": model_arguments})
+    options = "".join(f", {key}={value!r}" for key, value in model_arguments.items())
+
+    def reader() -> tuple[str, Outputs]:
+        file = folder / "model.safetensors"
+        model: Any = timm.create_model(name, num_classes=0, checkpoint_path=str(file), **model_arguments).eval()
+
+        def outputs(images: Tensor) -> tuple[Tensor, Tensor]:
+            features = model.forward_features(images)
+            if getattr(model, "output_fmt", "NCHW") == "NHWC":
+                features = features.permute(0, 3, 1, 2)
+            return model(images), features.flatten(2).transpose(1, 2)
+
+        return f"timm {timm.__version__}", outputs
+
+    usage = f"""
+```python
+import timm
+
+model = timm.create_model("{name}", num_classes=0, checkpoint_path="model.safetensors"{options})
+features = model.eval()(images)  # a vector for each image
+maps = model.forward_features(images)  # the last map of features
+
+# or, of the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)
+```
+"""
+    return Export("timm", usage, reader)
+
+
 def _timm(weights: Weights, folder: Path) -> Export:
+    if weights.network is not None:
+        return _timm_network(weights, weights.network, folder)
     _refuse_class_attention(weights, "timm")
     vit = weights.vit
     name, arguments = _timm_arguments(vit)
@@ -305,6 +359,7 @@ def _refuse_class_attention(weights: Weights, program: str) -> None:
         )
 
 
+NETWORK_FORMATS = ("timm", "safetensors")  # which take a network that is no ViT too
 WRITERS: dict[str, Callable[[Weights, Path], Export]] = {
     "timm": _timm,
     "huggingface": _huggingface,

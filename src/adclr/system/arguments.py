@@ -1,0 +1,43 @@
+"""The parser of the command line, and the types of its arguments. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from adclr.system.text import printable
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence and exit with code 2."""
+        print(f"adclr: {printable(message)}; {self.prog} --help says more", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def seed(text: str) -> int:
+    """Return a seed, a number from 0 on."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a seed; write a number from 0 on")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """Return a number from 1 on."""
+    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 on")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
