@@ -25,7 +25,8 @@ from adclr.data.augment import frame_kernels, launch_kernels
 from adclr.data.packed import pack
 from adclr.data.random_draws import key_of
 from adclr.data.view_plan import plan_batch
-from adclr.model.ops import attention, head_loss, mlp, norm
+from adclr.model.ops import attention, head_loss, mlp, norm, rotation
+from adclr.model.positions import rotation_of_groups
 from adclr.system import trial_kernels
 
 # KiB that a program may have on chip, of 1 more: A100, ..., RTX 50
@@ -69,6 +70,15 @@ def attend(dim: int, heads: int, groups: Sequence[tuple[int, ...]], dtype: torch
     attention.fused(qkv, [attention.Group(*group) for group in groups], heads).sum().backward()
     with torch.no_grad():
         attention.fused(qkv, [attention.Group(*group) for group in groups], heads)
+
+
+def turn(
+    dim: int, heads: int, groups: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    qkv = torch.zeros(sum(group[0] * group[1] for group in groups), 3 * dim, dtype=dtype, requires_grad=True)
+    shapes = [attention.Group(*group) for group in groups]
+    table = rotation_of_groups(grids, 1, shapes, dim // heads, qkv)
+    rotation.fused(qkv, table, shapes, heads).sum().backward()
 
 
 def blocks(dim: int, dtype: torch.dtype) -> None:
@@ -115,6 +125,7 @@ def main(capability: int, all_shapes: bool) -> None:
             trial_kernels.launch(torch.device("cpu"))
         views(224, 96, 16)
         blocks(384, half)
+        turn(384, 6, [(2, 207, 197), (2, 37, 37)], [(14, 14), (6, 6)], half)
         losses(65536, low=True)
         if enough_memory:
             attend(384, 6, [(2, 207, 197), (2, 37, 37)], half)  # ViT-S/16

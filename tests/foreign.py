@@ -73,3 +73,29 @@ def mae(vit: VisionTransformer) -> State:
     decoder = {"decoder_embed.weight": torch.randn(8, vit.dim), "decoder_pos_embed": torch.randn(1, 17, 8)}
     decoder |= {"mask_token": torch.randn(1, 1, 8), "decoder_blocks.0.norm1.weight": torch.randn(8)}
     return state_of(vit) | decoder | {"decoder_norm.bias": torch.randn(8), "decoder_pred.bias": torch.randn(8)}
+
+
+def dinov3(timms: Mapping[str, Tensor], num_heads: int) -> State:
+    """The published files, from timm's state: biases joined, those of keys masked, and the periods in bfloat16."""
+    state: State = {}
+    dim = timms["cls_token"].shape[-1]
+    names = {"reg_token": "storage_tokens", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+    names |= {"mlp.fc1_g.": "mlp.w1.", "mlp.fc1_x.": "mlp.w2."}
+    gated = any("fc1_g" in name for name in timms)
+    if gated:
+        names["mlp.fc2."] = "mlp.w3."
+    for name, tensor in timms.items():
+        new = name
+        for old, other in names.items():
+            new = new.replace(old, other)
+        if name.endswith("v_bias"):
+            continue
+        if name.endswith("q_bias"):
+            new = name.replace("q_bias", "qkv.bias")
+            tensor = torch.cat([tensor, torch.zeros(dim), timms[name.replace("q_bias", "v_bias")]])
+            state[f"{new}_mask"] = torch.cat([torch.ones(dim), torch.zeros(dim), torch.ones(dim)])
+        state[new] = tensor.clone()
+    width = dim // num_heads
+    spacing = [100 ** (2 * i / (width // 2)) for i in range(width // 4)]
+    state["rope_embed.periods"] = torch.tensor(spacing).to(torch.bfloat16)
+    return state | {"mask_token": torch.randn(1, dim)}

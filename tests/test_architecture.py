@@ -29,16 +29,8 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *(
-        "config",
-        "cli",
-        "system.arguments",
-        "system.files",
-        "system.machine",
-        "system.openmp",
-        "system.optional",
-        "system.outputs",
-    ),
+    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional"),
+    *("system.locks", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("system.stores", "system.store_urls", "system.store_cache", "system.store_mirror", "data.store_reader"),
     *("data.store_sources", "data.tar_shards", "data.tables", "data.table_files", "data.huggingface"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr import __version__
-from adclr.system import openmp
+from adclr.system import locks, openmp
 from adclr.system.arguments import Parser, count, positive, seed
 from adclr.system.store_urls import conceal
 from adclr.system.text import printable
@@ -390,6 +390,7 @@ def _main(arguments: list[str]) -> None:
         if options.help or options.help_all:
             _print_help(options)
         else:
+            locks.check_system()
             options.run(options, parse_words(words))
     except UserError as error:
         print(f"adclr: {printable(str(error))}", file=sys.stderr)

@@ -25,6 +25,7 @@ from adclr.data.sets import scenes
 from adclr.data.view_plan import plan_batch
 from adclr.model.blocks import QueryKeys
 from adclr.model.ops import head_loss
+from adclr.model.positions import PositionEmbedding
 from adclr.system.machine import GIB
 from adclr.training import job, micro_batch
 from adclr.weights.backbone import create_backbone
@@ -35,10 +36,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("query_keys", ["image", "patches", "image_and_self"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 @torch.no_grad()
-def test_the_three_consequences_in_bfloat16(query_keys: QueryKeys) -> None:
+def test_the_three_consequences_in_bfloat16(query_keys: QueryKeys, positions: PositionEmbedding) -> None:
     torch.manual_seed(0)
-    vit = create_backbone("vit_small_patch16", query_keys=query_keys).eval().to(CUDA)
+    vit = create_backbone("vit_small_patch16", query_keys=query_keys, position_embedding=positions).eval().to(CUDA)
     images = torch.randn(4, 3, 224, 224, device=CUDA)
     queries = torch.randn(4, 10, 3, 16, 16, device=CUDA)
     others = torch.randn_like(queries)

@@ -12,6 +12,7 @@ import test_head_loss
 import test_mlp
 import test_norm
 import test_nvjpeg
+import test_rotation
 from adclr.system import devices, triton_available
 
 pytestmark = pytest.mark.gpu
@@ -37,4 +38,5 @@ TestHeadLoss = gathered(test_head_loss)
 TestAugmentKernels = gathered(test_augment_kernels)
 TestMlp = gathered(test_mlp)
 TestNorm = gathered(test_norm)
+TestRotation = gathered(test_rotation)
 TestNvjpeg = gathered(test_nvjpeg)

@@ -66,6 +66,10 @@ SMALL = {
 }
 
 
+# positions, MLP, registers and norms as in DINOv3's ViT-S+
+DINOV3 = {"position_embedding": "rotary", "mlp": "gated", "num_registers": 4, "layer_scale": 0.1, "norm_eps": 1e-5}
+
+
 def steps_of(
     settings: Settings,
     views: Views,
@@ -114,7 +118,7 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}])
+@pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}, DINOV3])
 def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     """Student, teacher, centers and moments after a step are those of before when recording is done."""
     from adclr.training import schedules
@@ -258,8 +262,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, masked_weight: f
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_compiled_and_recorded_step_is_near_the_step() -> None:
-    settings, views = default_views(8, CUDA, **SMALL)
+@pytest.mark.parametrize("changes", [{}, DINOV3], ids=["plain", "DINOv3"])
+def test_a_compiled_and_recorded_step_is_near_the_step(changes: dict[str, Any]) -> None:
+    settings, views = default_views(8, CUDA, **(SMALL | changes))
     _, losses = steps_of(settings, views, 6, compiled=False, recorded=False)
     _, near = steps_of(settings, views, 6, compiled=True, recorded=True)
     np.testing.assert_allclose(near, losses, rtol=2e-2)
@@ -293,6 +298,9 @@ QUERIES = {
     "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2, "query_keys": "patches"},
     "read-only, keys of the image": {"query_read_only_blocks": 1},
     "anchored and random, masked": {"query_source": "local", "num_queries": 7, "masked_weight": 1.0},
+    "DINOv3": DINOV3,
+    "anchor": {"anchor_weight": 1.0, "init": "weights.pth"},
+    "DINOv3, masked, keys of the image": DINOV3 | {"query_keys": "patches", "masked_weight": 1.0},
 }
 
 

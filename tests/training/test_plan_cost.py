@@ -39,6 +39,9 @@ CASES: list[dict[str, Any]] = [
     {"num_queries": 0, "class_attention": 1, "layer_scale": 0.1},
     SELFPATCH,
     SELFPATCH | {"num_local": 0, "train_gain": False, "class_attention": 3},
+    SELFPATCH | {"anchor_weight": 1.0, "init": "weights.pth", "freeze_backbone_epochs": 0, "mlp": "gated"},
+    {"anchor_weight": 1.0, "init": "weights.pth", "freeze_backbone_epochs": 0},
+    {"position_embedding": "rotary", "mlp": "gated", "num_registers": 4, "layer_scale": 0.1, "masked_weight": 1.0},
 ]
 IDS = [" ".join(f"{key}={value}" for key, value in case.items()) or "plain" for case in CASES]
 

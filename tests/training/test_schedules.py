@@ -72,6 +72,26 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
     assert 0 < clipped < len(before)
 
 
+def test_early_blocks_learn_more_slowly() -> None:
+    """The step of a parameter is that without layer decay, times the factor of its layer; so is its weight decay."""
+    from adclr.training.job import build
+
+    factors = {"backbone.blocks.0.": 0.25, "backbone.blocks.1.": 0.5, "backbone.norm": 1.0, "head": 1.0}
+    factors |= {"backbone.mask_token": 1.0, "backbone": 0.125}
+    moved = []
+    for layer_decay in (1.0, 0.5):
+        settings = tiny(masked_weight=1.0, layer_decay=layer_decay)
+        student = build(settings).student
+        before = {name: p.detach().clone() for name, p in student.named_parameters()}
+        for lr in (0.01, torch.tensor(0.01)):  # on a GPU it is a tensor
+            student.load_state_dict(before, strict=False)
+            assert optimizer_step(make_optimizer(student, settings), lr, 0.2, None, give_gradients(student))
+        moved.append({name: p.detach() - before[name] for name, p in student.named_parameters()})
+    for name, step in moved[1].items():
+        factor = next(value for start, value in factors.items() if name.startswith(start))
+        torch.testing.assert_close(step, factor * moved[0][name], rtol=1e-3, atol=1e-6)
+
+
 def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
     from adclr.training import micro_batch
     from adclr.training.job import build

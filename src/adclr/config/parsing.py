@@ -36,7 +36,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 T = TypeVar("T")
 _one = BeforeValidator(lambda value: (value,) if isinstance(value, int | float | str) else value)
 Several = Annotated[tuple[T, ...], _one]  # any number of values; one may be written without brackets
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
 
 # width, depth, heads of each size of the ViT
 VIT_SIZES: dict[str, tuple[int, int, int]] = {

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from adclr.config.class_attention import refuse_class_attention
+from adclr.config.combinations import refuse_class_attention, refuse_epochs, refuse_micro_batch
 from adclr.config.parsing import (
     VIT_SIZES,
     Beta,
@@ -159,6 +159,12 @@ class Model(Section):
         "antialias", "how positions are resampled when the grid differs; offset: as DINO's own code does"
     )
     norm_eps: Annotated[float, Field(gt=0, le=0.1)] = advanced(1e-6, "epsilon of the norms")
+    position_embedding: Literal["learned", "rotary"] = advanced(
+        "learned", "learned: added to patches; rotary: DINOv3's, turns attention queries and keys of patches by angles"
+    )
+    mlp: Literal["plain", "gated"] = advanced(
+        "plain", "plain: two layers with GELU; gated: SwiGLU, three layers, as in DINOv3's ViT-S+"
+    )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -187,6 +193,11 @@ class Model(Section):
         if dim % heads:
             fits = max(h for h in range(1, heads + 1) if dim % h == 0)
             raise ValueError(f"model.num_heads={heads} does not divide the width {dim}; set model.num_heads={fits}")
+        if self.position_embedding == "rotary" and dim // heads % 4:
+            raise ValueError(
+                f"model.position_embedding=rotary needs heads whose width is divisible by 4, not {dim // heads}; "
+                f"set model.dim={4 * heads * max(1, round(dim / heads / 4))}, or model.position_embedding=learned"
+            )
         return self
 
 
@@ -228,6 +239,9 @@ class Method(Section):
     head_hidden_dim: Width = advanced(2048, "width of the projection head")
     head_bottleneck_dim: Width = advanced(256, "width before the prototypes")
     num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K")
+    anchor_weight: NonNegative = advanced(
+        0.0, "weight of the anchor: similarities between an image's patches stay those of model.init; 0: none"
+    )
     train_gain: bool = advanced(True, "train the gain of the weight-normalized last layer (norm_last_layer false)")
 
 
@@ -242,6 +256,9 @@ class Optim(Section):
     betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "AdamW's")
     clip_norm: Positive | None = advanced(3.0, "largest gradient norm of each parameter tensor on its own; null: none")
     freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer is frozen")
+    layer_decay: Share = advanced(
+        1.0, "learning rate of a block of the backbone, of that of the next; 1: the same for all, as from scratch"
+    )
     freeze_backbone_epochs: NonNegative | None = advanced(
         None, "epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1"
     )
@@ -390,29 +407,13 @@ class Settings(Section):
         refuse_class_attention(
             self.model.class_attention,
             views.num_queries + self.model.num_registers,
+            self.model.position_embedding == "rotary",
             self.method.neighbor_weight,
             self.masked,
             self.method.target,
         )
-        if self.optim.warmup_epochs >= self.train.epochs:
-            raise ValueError(
-                f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
-                f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
-            )
-        if self.frozen_epochs and self.model.init is None:
-            raise ValueError(
-                "optim.freeze_backbone_epochs would freeze random numbers; set model.init too, or leave it out"
-            )
-        if self.frozen_epochs >= self.train.epochs:
-            raise ValueError(
-                f"optim.freeze_backbone_epochs={self.frozen_epochs:g} leaves none of the {self.train.epochs} epochs; "
-                f"set optim.freeze_backbone_epochs={self.train.epochs / 10:g} or more train.epochs"
-            )
-        micro = self.train.micro_batch_size
-        if micro and self.train.batch_size % micro:
-            fits = max(m for m in range(1, micro + 1) if self.train.batch_size % m == 0)
-            raise ValueError(
-                f"train.micro_batch_size={micro} does not divide train.batch_size={self.train.batch_size}; "
-                f"set train.micro_batch_size={fits}"
-            )
+        if self.method.anchor_weight and self.model.init is None:
+            raise ValueError("method.anchor_weight anchors to given weights; set model.init too, or leave it out")
+        refuse_epochs(self.train.epochs, self.optim.warmup_epochs, self.frozen_epochs, self.model.init is not None)
+        refuse_micro_batch(self.train.batch_size, self.train.micro_batch_size)
         return self

@@ -92,7 +92,7 @@ def draw_boxes(
 
 def network_input(weights: Weights, pixels: Pixels) -> Tensor:
     """Return normalized images of uint8 pixels, ...×C×height×width, on the device of the network."""
-    device = weights.vit.pos_embed.device
+    device = weights.vit.cls_token.device
     return normalizer(weights, device)(send(pixels, device))
 
 

@@ -252,7 +252,7 @@ def _load_other(weights: Weights, images: Sequence[InputImage], settings: Querie
         return None
     if not settings.across or len(images) < 2:
         raise UserError("against compares networks in several images; give two images or more, and across=2 or more")
-    other = analysis.load(settings.against, weights.vit.pos_embed.device)
+    other = analysis.load(settings.against, weights.vit.cls_token.device)
     if other.vit.num_channels != weights.vit.num_channels:
         raise UserError(f"{settings.against} takes images of {other.vit.num_channels} channels; choose other weights")
     if not -other.vit.depth <= settings.block < other.vit.depth:

@@ -17,8 +17,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import add_norm, attend, mlp
+from adclr.model.ops.rotation import Rotation, rotate
 
 QueryKeys = Literal["image", "patches", "image_and_self", "all"]
+MlpKind = Literal["plain", "gated"]
 
 
 # -- which tokens a query attends to --
@@ -120,6 +122,12 @@ def partition_windows(
     return order.to(device), tuple(groups)
 
 
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Return the tokens in the type of autocast, if it is on, so that blocks move and store half as many bytes."""
+    device_type = x.device.type
+    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+
+
 # -- modules --
 
 
@@ -139,20 +147,39 @@ class PatchEmbed(nn.Module):
         return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
 
 
-class Attention(nn.Module):
-    """Multi-head attention in which `query_keys` says what query tokens attend to, see `restrict_keys`."""
+class LinearWithoutKeyBias(nn.Linear):
+    """The qkv layer of DINOv3: its bias of keys counts as 0 and has no gradient.
 
-    def __init__(self, dim: int, num_heads: int, query_keys: QueryKeys, num_prefix: int) -> None:
+    Without a rotation a bias of keys changes no attention weight; with one it does.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """...×D -> ...×3D."""
+        q, k, v = self.bias.chunk(3)
+        return F.linear(x, self.weight, torch.cat([q, torch.zeros_like(k), v]))
+
+
+class Attention(nn.Module):
+    """Multi-head attention in which `query_keys` says what query tokens attend to, see `restrict_keys`.
+
+    A `rotation` turns the attention queries and keys of tokens that have a position, see `positions.py`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, query_keys: QueryKeys, num_prefix: int, key_bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.query_keys: QueryKeys = query_keys
         self.num_prefix = num_prefix  # [CLS] and registers
-        self.qkv = nn.Linear(dim, 3 * dim)
+        self.qkv = nn.Linear(dim, 3 * dim) if key_bias else LinearWithoutKeyBias(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """B×T×D -> attention queries, keys and values, each B×H×T×(D/H)."""
-        return self._split_heads(self.qkv(x))
+        qkv: Tensor = self.qkv(x)
+        if rotation is not None:
+            group = Group(x.shape[0], x.shape[1], x.shape[1])
+            qkv = rotate(qkv.flatten(0, 1), rotation, (group,), self.num_heads).view(qkv.shape)
+        return self._split_heads(qkv)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, tokens, width = qkv.shape
@@ -163,9 +190,11 @@ class Attention(nn.Module):
         """B×H×T×(D/H) -> B×T×D, through `proj`."""
         return cast(Tensor, self.proj(x.transpose(1, 2).flatten(2)))
 
-    def forward(self, x: Tensor, groups: Sequence[Group]) -> Tensor:
+    def forward(self, x: Tensor, groups: Sequence[Group], rotation: Rotation | None = None) -> Tensor:
         """M×D -> M×D, heads side by side, before `proj`."""
         qkv = self.qkv(x)
+        if rotation is not None:
+            qkv = rotate(qkv, rotation, groups, self.num_heads)
         if self.query_keys != "image_and_self":
             ranges = [restrict_keys(group, self.query_keys, self.num_prefix) for group in groups]
             return attend(qkv, ranges, self.num_heads)
@@ -205,9 +234,9 @@ class Attention(nn.Module):
             scores = torch.cat([scores, (q * k).sum(dim=-1, keepdim=True).float()], dim=-1)
         return F.softmax(scores * (q.shape[-1] ** -0.5 / temperature), dim=-1)
 
-    def weights(self, x: Tensor, num_image: int) -> Tensor:
+    def weights(self, x: Tensor, num_image: int, rotation: Rotation | None = None) -> Tensor:
         """Return B×H×T×T attention, every row summing to 1; columns of queries are 0 but under two of the rules."""
-        q, k, _ = self.split(x)
+        q, k, _ = self.split(x, rotation)
         scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
         mask = attention_mask(Group(x.shape[0], x.shape[1], num_image), self.query_keys, self.num_prefix, x.device)
         return F.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
@@ -231,6 +260,23 @@ class Mlp(nn.Module):
         return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
 
 
+class GatedMlp(nn.Module):
+    """SwiGLU: two linear layers, one of which, through SiLU, is the factor of the other, and a third one behind.
+
+    In PyTorch's operations everywhere: it stores four numbers for each hidden one, and compiled two.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1_g = nn.Linear(dim, hidden_dim)
+        self.fc1_x = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """...×D -> ...×D."""
+        return cast(Tensor, self.fc2(F.silu(self.fc1_g(x)) * self.fc1_x(x)))
+
+
 class LayerScale(nn.Module):
     """One learned factor for each of the D features."""
 
@@ -246,13 +292,20 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each with LayerScale and drop path, added to the tokens."""
 
-    def __init__(self, dim: int, attention: Attention, layer_scale: float | None, norm_eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        dim: int,
+        attention: Attention,
+        layer_scale: float | None,
+        norm_eps: float = 1e-6,
+        mlp: MlpKind = "plain",
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.ls1: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, 4 * dim)
+        self.mlp: nn.Module = GatedMlp(dim, 4 * dim) if mlp == "gated" else Mlp(dim, 4 * dim)
         self.ls2: nn.Module = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
 
     def forward(
@@ -263,6 +316,7 @@ class Block(nn.Module):
         next_norm: nn.LayerNorm,
         drop_path: Tensor | None = None,
         keep_patches: Sequence[bool] | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(tokens, their `norm1`) -> (tokens, their `next_norm`), all M×D.
 
@@ -270,7 +324,7 @@ class Block(nn.Module):
         2×M×1, holds the factors of the two branches of each token. In the last block `keep_patches` says for each group
         whether its patches are returned; if not, only their keys and values are computed.
         """
-        attended = self.attn(normed, groups)
+        attended = self.attn(normed, groups, rotation)
         if keep_patches is not None and not all(keep_patches):
             x, attended = (_drop_patches(tokens, groups, keep_patches) for tokens in (x, attended))
             if drop_path is not None:
@@ -301,7 +355,16 @@ def _add_norm(x: Tensor, branch: Tensor, factor: Tensor | None, norm: nn.LayerNo
 # -- ways to run a block in training --
 
 # a block and the arguments of its `forward`
-BlockCall = tuple[nn.Module, Tensor, Tensor, tuple[Group, ...], nn.LayerNorm, Tensor | None, tuple[bool, ...] | None]
+BlockCall = tuple[
+    nn.Module,
+    Tensor,
+    Tensor,
+    tuple[Group, ...],
+    nn.LayerNorm,
+    Tensor | None,
+    tuple[bool, ...] | None,
+    Rotation | None,
+]
 RunBlock = Callable[[BlockCall], tuple[Tensor, Tensor]]
 
 

@@ -60,6 +60,16 @@ def neighbor_weights(batch: int, patches: Sequence[int], num_views: Sequence[int
     return torch.cat([like.new_full((n * count * batch,), 1 / (n * batch * views)) for n, count in sizes])
 
 
+def anchor_loss(patches: Tensor, anchor: Tensor) -> Tensor:
+    """Return the mean squared difference of the similarities between the patches of each image, both B×N×D.
+
+    It is DINOv3's Gram anchoring: features may change, but not which patches of an image are alike.
+    """
+    with torch.autocast(patches.device.type, enabled=False):
+        student, fixed = (F.normalize(part.float(), dim=-1) for part in (patches, anchor))
+        return F.mse_loss(student @ student.mT, fixed @ fixed.mT)
+
+
 def sinkhorn(logits: Tensor, temperature: float | Tensor, iterations: int = 3) -> Tensor:
     """Return Sinkhorn-Knopp targets: rows sum to 1, and the batch of all processes uses all prototypes equally."""
     scaled = logits.float() / temperature

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adclr.model.heads import Branch as Branch
 from adclr.model.heads import ProjectionHead
-from adclr.model.losses import Center, masked_loss, neighbor_weights, paired_loss, sinkhorn
+from adclr.model.losses import Center, anchor_loss, masked_loss, neighbor_weights, paired_loss, sinkhorn
 from adclr.model.ops import head_loss
 from adclr.model.view_tensors import Views
 from adclr.model.vit import Input, VisionTransformer
@@ -58,23 +59,6 @@ class Projections(NamedTuple):
     patches: Tensor | None = None  # by the second head: a row for each patch of the global views, then the local ones
 
 
-class Branch(nn.Module):
-    """A backbone with its head, and perhaps a second one for the neighbor loss: the student or the teacher."""
-
-    def __init__(
-        self, backbone: VisionTransformer, head: ProjectionHead, patch_head: ProjectionHead | None = None
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = head
-        self.patch_head = patch_head
-
-    @property
-    def heads(self) -> list[ProjectionHead]:
-        """Return the one or two heads."""
-        return [self.head] if self.patch_head is None else [self.head, self.patch_head]
-
-
 class ADCLR(nn.Module):
     """One step is `losses = method(views, teacher_temperature)`, backward, optimizer, `method.update(momentum, ok)`."""
 
@@ -93,6 +77,8 @@ class ADCLR(nn.Module):
         target: Literal["center", "sinkhorn"] = "center",
         queries_in_local_views: bool = False,
         anchored_queries: int = 0,  # A: the first queries of an image, each cut out at the position of a local view
+        anchor: VisionTransformer | None = None,  # whose similarities between patches the student keeps
+        anchor_weight: float = 0.0,
     ) -> None:
         super().__init__()
         self.student, self.teacher = student, teacher
@@ -100,6 +86,9 @@ class ADCLR(nn.Module):
         self.teacher.requires_grad_(False)
         self.query_weight, self.masked_weight, self.neighbor_weight = query_weight, masked_weight, neighbor_weight
         self.num_neighbors = num_neighbors if neighbor_weight else 0
+        self.anchor, self.anchor_weight = anchor, anchor_weight
+        if self.anchor is not None:
+            self.anchor.requires_grad_(False)
         self.student_temperature = student_temperature
         self.target = target
         self.queries_in_local_views = queries_in_local_views
@@ -122,6 +111,8 @@ class ADCLR(nn.Module):
         """Set the student's mode; the teacher has no drop path and stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
+        if self.anchor is not None:
+            self.anchor.eval()
         return self
 
     def forward(
@@ -132,10 +123,22 @@ class ADCLR(nn.Module):
             query_temperature = teacher_temperature
         if self._runs_kernels(views.global_crops):
             teacher = self._project_teacher(views)
-            student = self._project_student(views)
-            return self._fused_losses(teacher, student, views, teacher_temperature, query_temperature)
-        targets = self.teacher_targets(views, teacher_temperature, query_temperature)
-        return self._plain_losses(targets, self.student_logits(views), views)
+            student, patches = self._project_student(views)
+            losses = self._fused_losses(teacher, student, views, teacher_temperature, query_temperature)
+        else:
+            targets = self.teacher_targets(views, teacher_temperature, query_temperature)
+            student, patches = self._project_student(views)
+            losses = self._plain_losses(targets, self.student_logits(views, student), views)
+        if self.anchor is None:
+            return losses
+        anchor = self.anchor_weight * anchor_loss(patches, self._anchor_patches(self.anchor, views))
+        return losses._replace(total=losses.total + anchor)
+
+    @torch.no_grad()
+    def _anchor_patches(self, anchor: VisionTransformer, views: Views) -> Tensor:
+        """Return the patches of the unmasked global views as the weights had them that the training began with."""
+        (tokens,) = anchor.forward_many([Input(views.global_crops.flatten(0, 1))])
+        return tokens.patches
 
     def _runs_kernels(self, crops: Tensor) -> bool:
         """Return whether the last layer and the losses are one operation, with kernels."""
@@ -181,13 +184,17 @@ class ADCLR(nn.Module):
                 mean = projected.mean(dim=0, dtype=head.last_layer.direction.dtype)
                 self.center(kind).observe(head.prototypes(mean), projected.shape[0])
 
-    def _project_student(self, views: Views) -> Projections:
-        """Run the student on all views, the global ones masked; the head runs once for all tokens."""
+    def _project_student(self, views: Views) -> tuple[Projections, Tensor]:
+        """Run the student on all views, the global ones masked; the head runs once for all tokens.
+
+        Return the projections, and the patches of the global views, none if no loss needs them.
+        """
         crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
         queries = _repeat_for_views(views.queries, crops.shape[0])
         all_patches = self.num_neighbors > 0
-        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=mask is not None or all_patches)]
+        needs_patches = mask is not None or all_patches or self.anchor is not None
+        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=needs_patches)]
         if views.local_crops is not None:
             local = views.local_crops
             queries = _repeat_for_views(views.queries, local.shape[0]) if self.queries_in_local_views else None
@@ -203,9 +210,10 @@ class ADCLR(nn.Module):
         sizes = [len(cls), num_queries, len(projected) - len(cls) - num_queries]
         cls, query, masked = projected.split_with_sizes(sizes)
         projections = self._order_rows(cls, query, masked, views, projected)
-        if not all_patches:
-            return projections
-        return projections._replace(patches=_project_patches(self.student, [tokens.patches for tokens in outputs]))
+        if all_patches:
+            patches = _project_patches(self.student, [tokens.patches for tokens in outputs])
+            projections = projections._replace(patches=patches)
+        return projections, outputs[0].patches
 
     def _order_rows(
         self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None
@@ -264,9 +272,10 @@ class ADCLR(nn.Module):
             targets("neighbor", logits.neighbor),
         )
 
-    def student_logits(self, views: Views) -> Outputs:
-        """Return the student's logits."""
-        projections = self._project_student(views)
+    def student_logits(self, views: Views, projections: Projections | None = None) -> Outputs:
+        """Return the student's logits; of its projections, if they are there already."""
+        if projections is None:
+            projections, _ = self._project_student(views)
         return self._split_kinds(self.student, projections, views)
 
     def _split_kinds(self, branch: Branch, projections: Projections, views: Views) -> Outputs:

@@ -27,6 +27,19 @@ def warmup_cosine(step: int, warmup: int, total: int, peak: float, final: float)
 UNDECAYED = ("cls_token", "reg_token", "pos_embed")
 
 
+def layer_of(name: str, depth: int, class_attention: bool = False) -> int:
+    """Return the layer of a parameter of a ViT: 0 is the embedding, block i is i + 1, all else is depth + 1.
+
+    With class attention `[CLS]` is of the last layer too, as the blocks that make it.
+    """
+    first, _, rest = name.partition(".")
+    if class_attention and first == "cls_token":
+        return depth + 1
+    if first in (*UNDECAYED, "patch_embed"):
+        return 0
+    return int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
+
+
 def layer_decay_groups(
     named: Iterable[tuple[str, nn.Parameter]], depth: int, layer_decay: float, weight_decay: float
 ) -> list[dict[str, Any]]:
@@ -38,14 +51,10 @@ def layer_decay_groups(
     """
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     parameters = list(named)
-    at_the_end = ("cls_token",) if any(name.startswith("blocks_token_only.") for name, _ in parameters) else ()
+    class_attention = any(name.startswith("blocks_token_only.") for name, _ in parameters)
     for name, parameter in parameters:
-        first, _, rest = name.partition(".")
-        if first in (*UNDECAYED, "patch_embed") and first not in at_the_end:
-            layer = 0
-        else:
-            layer = int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
-        decayed = parameter.ndim > 1 and first not in UNDECAYED
+        layer = layer_of(name, depth, class_attention)
+        decayed = parameter.ndim > 1 and name.partition(".")[0] not in UNDECAYED
         group = {
             "params": [],
             "scale": layer_decay ** (depth + 1 - layer),
@@ -66,9 +75,9 @@ def optimizer_step(
 ) -> Tensor:
     """Clip, decay and step; return whether the step was finite, as a 0-dim bool on the device.
 
-    Each parameter tensor is clipped by its own norm. A loss or gradient that is not finite voids the step in every
-    process: parameters, moments and step counts stay the same to the bit, without a synchronization with the host.
-    `in_pieces` is for sharded parameters.
+    A group may have a `scale` of its learning rate. Each parameter tensor is clipped by its own norm. A loss or
+    gradient that is not finite voids the step in every process: parameters, moments and step counts stay the same to
+    the bit, without a synchronization with the host. `in_pieces` is for sharded parameters.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
@@ -79,10 +88,10 @@ def optimizer_step(
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, list(factors.unbind()))
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group_lr = group["lr"] = lr * group["scale"] if "scale" in group else lr
         decayed: list[Tensor] = [p for p in group["params"] if p.grad is not None and group["decayed"]]
         if decayed:
-            torch._foreach_mul_(decayed, torch.where(ok > 0, 1 - lr * weight_decay, 1.0).to(torch.float32))
+            torch._foreach_mul_(decayed, torch.where(ok > 0, 1 - group_lr * weight_decay, 1.0).to(torch.float32))
     optimizer.found_inf = 1 - ok  # type: ignore[attr-defined]  # the fused kernel then writes nothing
     optimizer.step()
     return ok.bool()

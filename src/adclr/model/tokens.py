@@ -27,6 +27,19 @@ class Input(NamedTuple):
     num_neighbors: int = 0  # with class attention: also what `[CLS]`'s token reads from so many neighbors of each patch
 
 
+def name_tokens(x: Tensor, num_image: int, num_prefix: int, patches: bool = True, cls: Tensor | None = None) -> Tokens:
+    """Return normed tokens B×T×D by name, of which `num_image` are image tokens, `[CLS]` and registers the prefix.
+
+    `cls` where it is not among them, but made by class attention.
+    """
+    queries = x[:, num_image:] if x.shape[1] > num_image else None
+    if cls is not None:
+        return Tokens(cls, x[:, : num_image if patches else 0], queries, None)
+    prefix = num_prefix if patches else 1
+    registers = x[:, 1:prefix] if prefix > 1 else None
+    return Tokens(x[:, 0], x[:, prefix:num_image], queries, registers)
+
+
 class Memory(NamedTuple):
     """Keys and values of images, as in a KV cache: enough to run any queries on them later."""
 

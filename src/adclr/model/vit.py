@@ -18,45 +18,46 @@ from torch import Tensor, nn
 from adclr.model.blocks import (
     Attention,
     Block,
+    MlpKind,
     PatchEmbed,
     QueryKeys,
     RunBlock,
     clear_queries,
-    expand_to_tokens,
     groups_without_patches,
     partition_windows,
     run_block,
     run_checkpointed,
     run_selectively_checkpointed,
     split_groups,
+    to_autocast_dtype,
 )
 from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
+from adclr.model.drop_path import draw_drop_path, drop_path_of_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import norm
-from adclr.model.positions import PositionResampling, resampling_matrix
+from adclr.model.ops.rotation import Rotation
+from adclr.model.positions import (
+    PositionEmbedding,
+    PositionResampling,
+    resample_positions,
+    rotation_of_groups,
+    rotation_of_windows,
+)
+from adclr.model.shape import SHAPE, check_shape
 from adclr.model.tokens import Input as Input
 from adclr.model.tokens import Memory as Memory
 from adclr.model.tokens import Tokens as Tokens
-
-# the arguments that decide which function a network computes and of which weights
-SHAPE = (
-    *("dim", "depth", "num_heads", "patch_size", "input_size", "num_registers", "layer_scale", "query_keys"),
-    *("position_resampling", "num_channels", "norm_eps", "query_read_only_blocks", "class_attention"),
-)
-
-
-def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return the tokens in the type of autocast, if it is on, so that blocks move and store half as many bytes."""
-    device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+from adclr.model.tokens import name_tokens
 
 
 class VisionTransformer(nn.Module):
     """A ViT whose forward takes optional query crops and an optional mask and returns named tokens.
 
     With registers `[CLS]` has no position embedding, as in timm's register models. `input_size` is the (height, width)
-    for which position embeddings are stored; any other size divisible by P works too. With `class_attention` blocks,
-    `[CLS]` is made by them at the end, of the patches alone; LayerScale begins at 1 in them if there is none elsewhere.
+    for which position embeddings are stored; any other size divisible by P works too. Rotary positions, DINOv3's, are
+    not stored: they turn the attention queries and keys of patches, and attention keys have no bias. With
+    `class_attention` blocks, `[CLS]` is made by them at the end, of the patches alone; LayerScale begins at 1 in them
+    if there is none elsewhere.
     """
 
     def __init__(
@@ -76,16 +77,13 @@ class VisionTransformer(nn.Module):
         norm_eps: float = 1e-6,
         query_read_only_blocks: int = 0,
         class_attention: int = 0,
+        position_embedding: PositionEmbedding = "learned",
+        mlp: MlpKind = "plain",
     ) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide the width {dim}")
-        if not 0 <= query_read_only_blocks <= depth:
-            raise ValueError(f"query_read_only_blocks is {query_read_only_blocks} where there are {depth} blocks")
-        if query_read_only_blocks and query_keys in ("image_and_self", "all"):
-            raise ValueError(f"query_read_only_blocks needs queries that do not attend to queries, not {query_keys=}")
-        if class_attention and num_registers:
-            raise ValueError(f"class attention has no registers, and num_registers is {num_registers}")
+        learned = position_embedding == "learned"
+        queries = (query_keys, query_read_only_blocks)
+        check_shape(dim, depth, num_heads, num_registers, *queries, class_attention, rotary=not learned)
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
@@ -94,18 +92,20 @@ class VisionTransformer(nn.Module):
         self.query_keys: QueryKeys = query_keys
         self.query_read_only_blocks = query_read_only_blocks  # the last n; see `_clears_queries`
         self.position_resampling: PositionResampling = position_resampling
+        self.position_embedding: PositionEmbedding = position_embedding
+        self.mlp: MlpKind = mlp
         self.grid = self.grid_of(height, width)
         self.class_attention = class_attention
         self.num_prefix = 0 if class_attention else 1 + num_registers
-        self.positioned_prefix = 0 if num_registers or class_attention else 1
+        self.positioned_prefix = 1 if learned and not num_registers and not class_attention else 0
         self.patch_embed = PatchEmbed(patch_size, num_channels, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
         positions = self.positioned_prefix + self.grid[0] * self.grid[1]
-        self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, dim)) if learned else None
         self.mask_token = nn.Parameter(torch.zeros(1, dim)) if mask_token else None
         self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix), layer_scale, norm_eps)
+            Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix, learned), layer_scale, norm_eps, mlp)
             for _ in range(depth)
         )
         self.blocks_token_only = nn.ModuleList(
@@ -148,12 +148,8 @@ class VisionTransformer(nn.Module):
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
         """Return the position embeddings of `[CLS]`, if it has one, and a grid of patches, resampled."""
-        if grid == self.grid:
-            return self.pos_embed
-        prefix, stored = self.pos_embed[:, : self.positioned_prefix], self.pos_embed[:, self.positioned_prefix :]
-        matrix = resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
-        with torch.autocast(stored.device.type, enabled=False):
-            return torch.cat([prefix, matrix.to(stored.dtype) @ stored], dim=1)
+        assert self.pos_embed is not None, "rotary positions are no embeddings"
+        return resample_positions(self.pos_embed, self.positioned_prefix, self.grid, grid, self.position_resampling)
 
     def embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the image tokens, B×(1+R+N)×D, with class attention B×N×D."""
@@ -164,13 +160,26 @@ class VisionTransformer(nn.Module):
             if self.mask_token is None:
                 raise ValueError("this backbone was made without a mask token")
             x = torch.where(mask.unsqueeze(-1), self.mask_token.to(x.dtype), x)
-        positions = self.positions(grid)
         if self.class_attention:
-            return x + positions
+            return x + self.positions(grid)
         cls = self.cls_token.expand(batch, -1, -1)
-        if self.reg_token is None:
-            return torch.cat([cls, x], dim=1) + positions
-        return torch.cat([cls, self.reg_token.expand(batch, -1, -1), x + positions], dim=1)
+        if self.pos_embed is not None:
+            positions = self.positions(grid)
+            if self.reg_token is None:
+                return torch.cat([cls, x], dim=1) + positions
+            x = x + positions
+        registers = [] if self.reg_token is None else [self.reg_token.expand(batch, -1, -1)]
+        return torch.cat([cls, *registers, x], dim=1)
+
+    def _rotation(
+        self, images: Sequence[Tensor], groups: Sequence[Group], prefix: int | None = None
+    ) -> Rotation | None:
+        """Return the rotation of the tokens of images, one tensor for each group; None where positions are learned."""
+        if self.pos_embed is not None:
+            return None
+        grids = [self.grid_of(*tensor.shape[-2:]) for tensor in images]
+        prefix = self.num_prefix if prefix is None else prefix
+        return rotation_of_groups(grids, prefix, groups, self.dim // self.num_heads, images[0])
 
     def embed_queries(self, queries: Tensor) -> Tensor:
         """B×Q×C×P×P -> B×Q×D, with the projection of the patches and no position embedding."""
@@ -187,28 +196,6 @@ class VisionTransformer(nn.Module):
         if queries is not None and queries.shape[1]:
             x = torch.cat([x, self.embed_queries(queries)], dim=1)
         return x.flatten(0, 1), Group(x.shape[0], x.shape[1], num_image)
-
-    def _name_tokens(self, x: Tensor, num_image: int, patches: bool = True, cls: Tensor | None = None) -> Tokens:
-        """Return normed tokens by name; `cls` where it is not among them, but made by class attention."""
-        queries = x[:, num_image:] if x.shape[1] > num_image else None
-        if cls is not None:
-            return Tokens(cls, x[:, : num_image if patches else 0], queries, None)
-        prefix = self.num_prefix if patches else 1
-        registers = x[:, 1:prefix] if prefix > 1 else None
-        return Tokens(x[:, 0], x[:, prefix:num_image], queries, registers)
-
-    # -- drop path --
-
-    def _draw_drop_path(self, num_sequences: int, device: torch.device) -> Tensor | None:
-        """Return the factors of drop path, depth×2×sequences: 0, or 1 / (1 - rate) so that the mean stays the same."""
-        if not self.training or not self.drop_path:
-            return None
-        rates = torch.linspace(0, self.drop_path, self.depth, device=device)[:, None, None]
-        return (torch.rand(self.depth, 2, num_sequences, device=device) >= rates) / (1 - rates)
-
-    def _drop_path_of_tokens(self, factors: Tensor | None, groups: Sequence[Group]) -> Sequence[Tensor | None]:
-        """depth×2×sequences -> 2×M×1 for each block. At once: block by block it was a hundred small operations."""
-        return [None] * self.depth if factors is None else expand_to_tokens(factors, groups).unbind()
 
     # -- forward --
 
@@ -227,22 +214,24 @@ class VisionTransformer(nn.Module):
         embedded = [self._embed_sequences(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(group for _, group in embedded)
         keep_patches = tuple(item.patches for item in inputs)
-        x = _to_autocast_dtype(torch.cat([x for x, _ in embedded]))
-        if drop_path is None:
-            drop_path = self._draw_drop_path(sum(group.sequences for group in groups), x.device)
-        factors = self._drop_path_of_tokens(drop_path, groups)
+        x = to_autocast_dtype(torch.cat([x for x, _ in embedded]))
+        if drop_path is None and self.training:
+            sequences = sum(group.sequences for group in groups)
+            drop_path = draw_drop_path(self.drop_path, self.depth, sequences, x.device)
+        factors = drop_path_of_tokens(drop_path, self.depth, groups)
+        turned = self._rotation([item.images for item in inputs], groups)
         normed = self.first_norm(x)
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             if self._clears_queries(i):
                 x = clear_queries(x, groups)
             needed = keep_patches if i == self.depth - 1 and not self.class_attention else None
-            x, normed = run((block, x, normed, groups, next_norm, factors[i], needed))
+            x, normed = run((block, x, normed, groups, next_norm, factors[i], needed, turned))
         if self.class_attention:
             parts = zip(inputs, split_groups(x, groups), split_groups(normed, groups), groups, strict=True)
             return [self._add_cls(item, tokens, last, group.image) for item, tokens, last, group in parts]
         groups = groups_without_patches(groups, keep_patches)
         return [
-            self._name_tokens(tokens, group.image, patches)
+            name_tokens(tokens, group.image, self.num_prefix, patches)
             for tokens, group, patches in zip(split_groups(normed, groups), groups, keep_patches, strict=True)
         ]
 
@@ -252,7 +241,7 @@ class VisionTransformer(nn.Module):
         if item.num_neighbors:
             neighbors = select_neighbors(patches, self.grid_of(*item.images.shape[2:]), item.num_neighbors)
         cls, around = read_patches(self.class_blocks, self.cls_token[0], patches, neighbors)
-        tokens = self._name_tokens(normed, num_image, item.patches, self._final_norm(cls))
+        tokens = name_tokens(normed, num_image, self.num_prefix, item.patches, self._final_norm(cls))
         return tokens if around is None else tokens._replace(neighbors=self._final_norm(around).view_as(patches))
 
     def _final_norm(self, x: Tensor) -> Tensor:
@@ -303,19 +292,20 @@ class VisionTransformer(nn.Module):
         indices = [layer % self.depth for layer in indices]
         run = self.run_block if self.training else run_block
         x, group = self._embed_sequences(images, None, None)
-        x = _to_autocast_dtype(x)
+        x = to_autocast_dtype(x)
         normed = self.first_norm(x)
-        factors = self._drop_path_of_tokens(drop_path, (group,))
+        factors = drop_path_of_tokens(drop_path, self.depth, (group,))
+        turned = self._rotation([images], (group,))
         outputs = {}
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
-            x, normed = run((block, x, normed, (group,), next_norm, factors[i], None))
+            x, normed = run((block, x, normed, (group,), next_norm, factors[i], None, turned))
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
                 cls = x[:0] if self.class_attention else None
                 if self.class_attention and needs_cls:
                     cls, _ = read_patches(self.class_blocks, self.cls_token[0], x.view(*group[:2], self.dim))
                     cls = self.norm(cls) if norm else cls
-                outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image, cls=cls)
+                outputs[i] = name_tokens(output.unflatten(0, group[:2]), group.image, self.num_prefix, cls=cls)
         return [outputs[i] for i in indices]
 
     def in_windows(
@@ -329,32 +319,35 @@ class VisionTransformer(nn.Module):
         run = self.run_block if self.training else run_block
         order, windows = partition_windows(grid, side, batch, images.device)
         inverse, count = order.argsort(), grid[0] * grid[1]
-        x = _to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
+        x = to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         normed = self.first_norm(x)
         whole = (Group(batch, count, count),)
-        factors = self._drop_path_of_tokens(drop_path, whole)
+        factors = drop_path_of_tokens(drop_path, self.depth, whole)
+        turned = self._rotation([images], whole, prefix=0)
+        turned_windows = None if turned is None else rotation_of_windows(turned, grid, side)
         outputs = {}
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             factor = factors[i]
             if i in layers:
-                x, normed = run((block, x, normed, whole, next_norm, factor, None))
+                x, normed = run((block, x, normed, whole, next_norm, factor, None, turned))
                 outputs[i] = (self.norm(x) if norm else x).unflatten(0, (batch, count))
             else:
                 factor = None if factor is None else factor[:, order]
-                x, normed = run((block, x[order], normed[order], windows, next_norm, factor, None))
+                x, normed = run((block, x[order], normed[order], windows, next_norm, factor, None, turned_windows))
                 x, normed = x[inverse], normed[inverse]
         return [outputs[layer] for layer in layers]
 
     def attention(self, images: Tensor, queries: Tensor | None = None, block: int = -1) -> Tensor:
         """Return the B×H×T×T attention of one block, float32; rows and columns in the order of the tokens."""
         x, group = self._embed_sequences(images, queries, None)
+        turned = self._rotation([images], (group,))
         normed = self.first_norm(x)
         for i, (layer, next_norm) in enumerate(self._blocks_and_norms()):
             if i == block % self.depth:
-                return layer.attn.weights(normed.view(*group[:2], self.dim), group.image)
+                return layer.attn.weights(normed.view(*group[:2], self.dim), group.image, turned)
             if self._clears_queries(i):
                 x = clear_queries(x, (group,))
-            x, normed = layer(x, normed, (group,), next_norm)
+            x, normed = layer(x, normed, (group,), next_norm, rotation=turned)
         raise AssertionError("a ViT has at least one block")
 
     # -- images first, queries later --
@@ -364,9 +357,10 @@ class VisionTransformer(nn.Module):
         if self.query_keys == "all":
             raise ValueError("with query_keys=all the image reads its queries, so it cannot be read before them")
         x = self.embed(images)
+        turned = self._rotation([images], (Group(len(x), x.shape[1], x.shape[1]),))
         keys, values = [], []
         for block in cast("list[Block]", self.blocks):
-            q, k, v = block.attn.split(block.norm1(x))
+            q, k, v = block.attn.split(block.norm1(x), turned)
             keys.append(k)
             values.append(v)
             x = block.think(x + block.ls1(block.attn.join(F.scaled_dot_product_attention(q, k, v))))
@@ -376,7 +370,7 @@ class VisionTransformer(nn.Module):
             keys += [k for k, _ in projected]
             values += [v for _, v in projected]
             cls = self.norm(read_patches(self.class_blocks, self.cls_token[0], x)[0])
-        return Memory(keys, values, self._name_tokens(self.norm(x), x.shape[1], cls=cls))
+        return Memory(keys, values, name_tokens(self.norm(x), x.shape[1], self.num_prefix, cls=cls))
 
     def ask(self, memory: Memory, queries: Tensor) -> Tensor:
         """Return B×Q×D, the tokens that `forward` returns for these queries, at the cost of the queries alone."""
@@ -402,7 +396,8 @@ class VisionTransformer(nn.Module):
             return cls_maps, self.norm(cls).unsqueeze(1)
         if queries is None:
             query_keys, x = "image", self.cls_token.expand(memory.keys[0].shape[0], -1, -1)
-            x = x + self.pos_embed[:, : self.positioned_prefix] if self.positioned_prefix else x
+            if self.pos_embed is not None and self.positioned_prefix:
+                x = x + self.pos_embed[:, :1]
         else:
             x = self.embed_queries(queries)
         attention = None

@@ -149,17 +149,20 @@ def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[State
     count = len(rows)
     if not count:
         return []
-    nats = f"the teacher tells images apart by {rows[-1]['target_kl']:.2g} nats"
+    last = rows[-1]
+    if "agreement_cls" in last:
+        measured = f"the cosine of the student's [CLS] with its teacher's is {last['agreement_cls']:.2f}"
+    else:
+        measured = f"the teacher tells images apart by {last['target_kl']:.2g} nats"
     if count == 1:
         if not ended:  # too early to say
             return []
-        return [Statement(False, f"Health was measured once, which cannot show a collapse: {nats}.")]
+        return [Statement(False, f"Health was measured once, which cannot show a collapse: {measured}.")]
     certain = count > health.MEASURES_IN_A_ROW
     finding = health.diagnose(rows, min(health.MEASURES_IN_A_ROW, count - 1))
     if finding is not None:
         basis = "" if certain else f", by {count} measures only"
         return [Statement(False, f"{finding.name.capitalize()}{basis}: {finding.words}.")]
-    last = rows[-1]
     if "agreement_cls" in last:
         return [
             Statement(
@@ -170,7 +173,7 @@ def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[State
             )
         ]
     text = "It does not collapse" if certain else f"No sign of a collapse in {count} measures"
-    statements = [Statement(True, f"{text}: {nats}.")]
+    statements = [Statement(True, f"{text}: {measured}.")]
     shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))
     if shortcut is not None:
         statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))

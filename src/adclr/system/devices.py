@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +19,12 @@ from adclr.system import distributed, triton_available
 
 
 def select_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is the GPU if there is one, for a process of torchrun that of its number."""
+    """Return the device of a name; `auto` is the GPU if there is one, for a process of torchrun that of its number.
+
+    A Mac's GPU is used only if it is named: it runs PyTorch's own operations, and no test has run there.
+    """
+    if name == "mps":
+        return _select_mps()
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise UserError("device=cuda was asked for but torch finds no GPU here; set device=cpu or install its driver")
@@ -31,6 +37,14 @@ def select_device(name: str) -> torch.device:
     torch.cuda.set_device(device)
     triton_available.check_launch(device)
     return device
+
+
+def _select_mps() -> torch.device:
+    if not torch.backends.mps.is_available():
+        raise UserError("device=mps was asked for but torch finds no GPU of a Mac here; set device=cpu")
+    if distributed.is_main():
+        print("device=mps is untested; device=cpu computes the same if it fails", file=sys.stderr)
+    return torch.device("mps")
 
 
 def set_current_device(device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from adclr.config.parsing import UserError
+from adclr.system import locks
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
@@ -75,14 +75,13 @@ def lock(folder: Path, use: str) -> Iterator[IO[bytes]]:
 
     The lock ends with its process, also if that is killed.
     """
+    locks.check_system()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "ab", opener=open_no_follow) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(file)
         except BlockingIOError:
             raise UserError(f"another process is {use} {folder}; wait for it or stop it") from None
-        except OSError:
-            pass  # a file system without locks
         yield file
 
 

@@ -34,10 +34,19 @@ from adclr.weights.tensors import fit_tensors, read_tensors
 
 SHAPE = ("model.dim", "model.depth", "model.num_heads")
 # Settings that the shapes of the tensors fix; and those of KEPT, which are taken over unless the user sets them.
-FIXED = (*SHAPE, "model.patch_size", "model.num_registers", "model.num_channels", "model.class_attention")
+FIXED = (
+    *SHAPE,
+    "model.patch_size",
+    "model.num_registers",
+    "model.num_channels",
+    "model.class_attention",
+    "model.position_embedding",
+    "model.mlp",
+)
 RULES = ("model.query_keys", "model.query_read_only_blocks", "model.position_resampling", "model.norm_eps")
 KEPT = ("model.layer_scale", *RULES, "data.mean", "data.std", "data.max_value")
 FEATURES = "start_features.safetensors"  # in a run: features of a few images at the start, and their keys
+ANCHOR = "anchor.safetensors"  # in a run: the backbone of model.init, where method.anchor_weight is set
 NUM_IMAGES = 256  # whose features are compared
 KNN_DROP = 1.0  # points below the start that give a warning
 MIN_COSINE = 0.5  # mean cosine of features with those at the start
@@ -82,19 +91,39 @@ def load_init(method: ADCLR, settings: Settings) -> str:
     """Load the weights of `model.init` into student and teacher, positions resampled; return their fingerprint."""
     assert settings.model.init is not None
     weights, path = load_weights(settings.model.init, partial=None), settings.model.init
-    for branch in (method.student, method.teacher):
-        backbone = branch.backbone
+    anchors = [] if method.anchor is None else [method.anchor]
+    for backbone in (method.student.backbone, method.teacher.backbone, *anchors):
         initial = backbone.state_dict()
         state = weights.vit.state_dict()
         if "mask_token" in initial:  # which the weights do not have
             state["mask_token"] = initial["mask_token"]
-        with torch.no_grad():
-            state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
+        if weights.vit.pos_embed is not None:
+            with torch.no_grad():
+                state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
         fit_tensors(initial, state, path)
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
             raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)
     return weights.fingerprint()
+
+
+def save_anchor(method: ADCLR, run: Run) -> None:
+    """Write the weights of the anchor into the run, which reads them when it is resumed."""
+    if method.anchor is not None:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in method.anchor.state_dict().items()}
+        write_atomically(run.path / ANCHOR, save(state))
+
+
+def load_anchor(method: ADCLR, run: Run) -> None:
+    """Read the weights of the anchor from a run that is resumed."""
+    if method.anchor is None:
+        return
+    file = run.path / ANCHOR
+    if not file.exists():
+        raise UserError(f"{file} is missing, which holds the weights of the anchor; restore it")
+    state = read_tensors(file)
+    fit_tensors(method.anchor.state_dict(), state, file)
+    method.anchor.load_state_dict(state)
 
 
 class ForgettingProbe:

@@ -70,6 +70,8 @@ def build(settings: Settings) -> ADCLR:
         target=method.target,
         queries_in_local_views=method.queries_in_local_views,
         anchored_queries=settings.num_anchored,
+        anchor=shape.build() if method.anchor_weight else None,
+        anchor_weight=method.anchor_weight,
     )
     if settings.train.checkpoint_activations:
         model.student.backbone.checkpoint_blocks()
@@ -164,6 +166,8 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     if state is None and settings.model.init:
         assert isinstance(method, ADCLR)
         init = continued_pretraining.load_init(method, settings)
+    if state is not None and isinstance(method, ADCLR):
+        continued_pretraining.load_anchor(method, run)
     feed = Feed(
         source,
         machine.cpu_share() if data.num_workers is None else data.num_workers,
@@ -202,6 +206,8 @@ def record_start(job: Job, launched: Launch, compiled: CompileResult | None) -> 
         return
     # data.allow_changed holds for one start only
     data = job.settings.data.model_copy(update={"allow_changed": False})
+    if job.state is None and isinstance(job.method, ADCLR):
+        continued_pretraining.save_anchor(job.method, run)
     run.write_settings(job.settings.model_copy(update={"data": data}))
     run.add_provenance(_provenance(job, launched, compiled))
     snapshot.remove_leftovers(run)

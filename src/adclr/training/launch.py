@@ -139,9 +139,8 @@ def recipe_settings(recipe: str | Path | None, kind: type[Settings] = Settings) 
     if recipe is None or recipe == "auto":
         return {}
     name = os.fspath(recipe)
-    return _conceal(parsing.flatten(parsing.load_recipe(name, "distill" if kind is DistillSettings else ""))) | {
-        "recipe": name
-    }
+    recipe_tree = parsing.load_recipe(name, "distill" if kind is DistillSettings else "")
+    return _conceal(parsing.flatten(recipe_tree)) | {"recipe": name}
 
 
 def _warn_of_damage(source: Source) -> None:

@@ -64,7 +64,8 @@ class Meter:
 
     def __init__(self, device: torch.device, every: int, names: tuple[str, ...] = LOSS_NAMES) -> None:
         self.names = names
-        self.sums = torch.zeros(len(names) + 2, dtype=torch.float64, device=device)  # + good steps, voided steps
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which a Mac's GPU has not
+        self.sums = torch.zeros(len(names) + 2, dtype=dtype, device=device)  # + good steps, voided steps
         # the losses of each step, and whether it was good
         self.rows = torch.zeros(every, len(names) + 1, device=device)
         self.count = 0  # rows in use
@@ -74,15 +75,16 @@ class Meter:
 
     def add(self, done: int, losses: Tensor, ok: Tensor) -> None:
         """Add the losses of a step, and whether it was good."""
-        row = torch.cat([losses.double(), losses.new_ones(1, dtype=torch.float64)])
+        dtype = self.sums.dtype
+        row = torch.cat([losses.to(dtype), losses.new_ones(1, dtype=dtype)])
         self.sums[:-1] += torch.where(ok, row, 0.0)
-        self.sums[-1] += (~ok).double()
+        self.sums[-1] += (~ok).to(dtype)
         torch.cat([losses, ok.to(losses.dtype).view(1)], out=self.rows[self.count])
         self.count, self.done = self.count + 1, done
 
     def total(self) -> Tensor:
         """Return all numbers summed over the processes, on the device; all processes must call it."""
-        return distributed.all_reduce_sum(torch.cat([self.sums, self.rows[: self.count].flatten().double()]))
+        return distributed.all_reduce_sum(torch.cat([self.sums, self.rows[: self.count].flatten().to(self.sums.dtype)]))
 
     def decoder(self) -> Callable[[Tensor], dict[str, Any]]:
         """Return a function that makes a checkpoint's state of `total`; the meter may change before it is called."""

@@ -15,6 +15,7 @@ from adclr.system.progress import format_duration
 # sums (4) and their norms (4), q, k, v (6), the output of attention (2), and the input of GELU (8). ADCLR with ViT-S/16
 # took 90 MB for each image more on an H200, of which 2.3 are the views.
 ACTIVATION_BYTES = 24
+GATED_BYTES = 24  # more, of a gated MLP that is not compiled: four numbers for each hidden one; computed, not measured
 INPUT_BYTES = 4  # of these, the input tokens of a block and their norm: all that activation checkpointing stores
 # Logits are computed in chunks, whatever the batch: `head_loss.CHUNK_BYTES`, and the gradient of the prototypes.
 LOGIT_BYTES = 2**29
@@ -50,9 +51,13 @@ def parameters(settings: Settings) -> Parameters:
     dim, depth, _ = model.shape
     patches, registers = _patches(settings, settings.views.global_size), model.num_registers
     block = 12 * dim * dim + 13 * dim + (2 * dim if model.layer_scale else 0)
+    if model.mlp == "gated":
+        block += 4 * dim * dim + 4 * dim
     class_block = 12 * dim * dim + 15 * dim
     # [CLS], registers, and the position of [CLS] if it stands beside patches alone
     prefix = registers + 1 + (0 if registers or model.class_attention else 1)
+    if model.position_embedding == "rotary":
+        prefix, patches = registers + 1, 0
     backbone = (
         (model.num_channels * model.patch_size**2 + 1) * dim
         + (prefix + patches + settings.masked + 2) * dim  # with the mask token and the last norm
@@ -65,7 +70,9 @@ def parameters(settings: Settings) -> Parameters:
     mlp = (dim + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * narrow
     head = heads * mlp + count * narrow + count
     frozen = 0 if method.train_gain else count
-    tensors = 6 + bool(registers) + settings.masked + depth * (14 if model.layer_scale else 12) + 8 * heads
+    block_tensors = 12 + (2 if model.layer_scale else 0) + (2 if model.mlp == "gated" else 0)
+    positions = model.position_embedding == "learned"
+    tensors = 5 + positions + bool(registers) + settings.masked + depth * block_tensors + 8 * heads
     tensors += 18 * model.class_attention
     return Parameters(backbone, head, backbone + head - frozen, tensors)
 
@@ -104,6 +111,12 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     teacher_rows = 2 * (1 + queries)
     student_rows = teacher_rows + views.num_local * (1 + local_queries) + masked
     teacher = 2 * (embed + body) + _head(settings, teacher_rows + patches, teacher_rows + masked)
+    if method.anchor_weight:  # the anchor on both global views, the student's patches, and similarities of both
+        patches_each, width = _patches(settings, views.global_size), settings.model.shape[0]
+        similarities = 2.0 * patches_each**2 * width
+        embed_anchor, body_anchor = _view(settings, views.global_size, 0, True)
+        teacher += 2 * (embed_anchor + body_anchor + _class_attention(settings, views.global_size) + similarities)
+        body = _view(settings, views.global_size, queries, True)[1] + similarities
     blocks = 2 * body + views.num_local * body_local
     # local [CLS] tokens are compared with the targets of anchored queries too
     forward = blocks + _head(settings, student_rows, student_rows + settings.num_anchored)
@@ -147,8 +160,9 @@ def _view(settings: Settings, side: int, queries: int, needs_patches: bool) -> t
         pairs += image * queries
     embed = 2.0 * model.num_channels * model.patch_size**2 * dim * (patches + queries)
     skipped = 0 if needs_patches else image - 1
-    blocks = depth * (24.0 * dim * dim * (image + queries) + 4.0 * dim * pairs)
-    return embed, blocks - 18.0 * dim * dim * skipped
+    mlp = 24.0 if model.mlp == "gated" else 16.0
+    blocks = depth * ((8.0 + mlp) * dim * dim * (image + queries) + 4.0 * dim * pairs)
+    return embed, blocks - (2.0 + mlp) * dim * dim * skipped
 
 
 def _class_attention(settings: Settings, side: int) -> float:
@@ -211,14 +225,16 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     dim, depth, _ = settings.model.shape
     count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
     # float32 weights of both branches, gradients and the two moments; bfloat16 copies of the student's weights
-    fixed = 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
+    anchor = 4 * count.backbone if method.anchor_weight else 0
+    fixed = anchor + 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
     prefix = 1 + settings.model.num_registers
     tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
     pixels = settings.model.num_channels * (2 * views.global_size**2 + views.num_local * views.local_size**2)
-    stored = ACTIVATION_BYTES * depth
+    block = ACTIVATION_BYTES + (GATED_BYTES if settings.model.mlp == "gated" else 0)
+    stored = block * depth
     if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
-        stored = INPUT_BYTES * depth + ACTIVATION_BYTES
+        stored = INPUT_BYTES * depth + block
     copies = 2 if allows_cuda_graph(settings) else 1
     stored += CLASS_ATTENTION_BYTES * settings.model.class_attention
     second_head = 0

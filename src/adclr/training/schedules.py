@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from adclr.config.settings import Settings
-from adclr.model.optim import cosine, warmup_cosine
+from adclr.model.optim import cosine, layer_of, warmup_cosine
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,32 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     done by `optimizer_step`, which can take its value from the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "decayed": True},
         {"params": [p for p in parameters if p.ndim <= 1], "decayed": False},
     ]
+    if settings.optim.layer_decay != 1:
+        groups = _layer_groups(model, settings)
     on_gpu = any(p.is_cuda for p in parameters)
     betas = settings.optim.betas
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True, capturable=on_gpu)
+
+
+def _layer_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Return a group for each layer and decay; the learning rate of a layer is `layer_decay` times that of the next.
+
+    The head and the last norm have the whole learning rate, and so have class attention and the mask token, which no
+    weights bring along.
+    """
+    depth, groups = settings.model.shape[1], dict[tuple[int, bool], dict[str, Any]]()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        part, _, inner = name.partition(".")
+        layer, decayed = depth + 1, parameter.ndim > 1
+        if part == "backbone":
+            layer = layer_of(inner, depth, settings.model.class_attention > 0)
+        scale = settings.optim.layer_decay ** (depth + 1 - layer)
+        group = groups.setdefault((layer, decayed), {"params": [], "decayed": decayed, "scale": scale})
+        group["params"].append(parameter)
+    return list(groups.values())

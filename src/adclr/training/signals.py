@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 from adclr.system import distributed
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Windows, where weights can be loaded but nothing is written, has no SIGUSR1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 SAVED = 75  # the exit code: EX_TEMPFAIL of sysexits.h, which says "not done, try again later"
 # A launcher passes a signal on to processes that may have received it already: within so many seconds it counts once.
 REPEAT_SECONDS = 1.0

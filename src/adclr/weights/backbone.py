@@ -38,7 +38,7 @@ from adclr.weights.origins import StoredWeights
 from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
 # what the descriptions of earlier versions of this program do not say
-ADDED = {"norm_eps", "class_attention"}
+NEWER = {"norm_eps", "class_attention", "position_embedding", "mlp"}
 
 
 class Architecture(Section):
@@ -63,6 +63,8 @@ class Architecture(Section):
         0, description="see model.query_read_only_blocks"
     )
     class_attention: Annotated[int, Field(ge=0, le=100)] = Field(0, description="see model.class_attention")
+    position_embedding: Literal["learned", "rotary"] = Field("learned", description="see model.position_embedding")
+    mlp: Literal["plain", "gated"] = Field("plain", description="see model.mlp")
 
     def build(self, drop_path: float = 0.0, mask_token: bool = False) -> VisionTransformer:
         """Return a new network of this architecture."""
@@ -246,7 +248,7 @@ def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
         raise UserError(f"{description} is missing; it lies beside {path.name} and says what the weights are")
     stored = origins.from_file(path, branch)
     shape = stored.description.get("architecture")
-    return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - ADDED <= shape.keys()
+    return stored, isinstance(shape, dict) and Architecture.model_fields.keys() - NEWER <= shape.keys()
 
 
 def _assemble_network(stored: StoredWeights, networks: bool) -> Weights:
@@ -290,7 +292,7 @@ def _find_in_run(path: Path) -> StoredWeights:
 
 def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weights:
     path = stored.source
-    named = layouts.rename_tensors(stored.tensors, path, stored.hints)
+    named = layouts.rename_tensors(stored.tensors, path, stored.hints, ours)
     described = parsing.flatten(stored.description)
     known = {name.removeprefix("architecture.") for name in described if name.startswith("architecture.")}
     try:
@@ -343,14 +345,21 @@ def _assumptions(
     assumptions = []
     if "num_heads" not in known:
         assumptions.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
-    if "mean" not in described and layout.name == "timm":
+    if "mean" not in described and layout.name in ("timm", "timm DINOv3", "DINOv3"):
         assumptions.append("mean and deviation of ImageNet, for nothing says others")
-    if "position_resampling" not in known:
+    if "position_embedding" not in known and vit.position_embedding == "rotary":
+        assumptions.append("rotary positions as DINOv3 has them, for the weights store none")
+    if "position_resampling" not in known and vit.position_embedding == "learned":
         size = "x".join(map(str, vit.input_size))
         assumptions.append(
             f"positions, stored for {size} pixels, are resampled as there: {RESAMPLED[vit.position_resampling]}"
         )
     return assumptions
+
+
+def describe_positions(vit: VisionTransformer) -> str:
+    """Return how a ViT has positions at sizes that are not stored, in words."""
+    return "rotary, of any size" if vit.pos_embed is None else RESAMPLED[vit.position_resampling]
 
 
 RESAMPLED = {
@@ -372,6 +381,9 @@ def _resize_positions(weights: Weights, size: tuple[int, int]) -> Weights:
     shape = architecture_of(old).model_copy(update={"input_size": size})
     with torch.device("meta"):
         vit = shape.build()
+    if old.pos_embed is None:
+        vit.load_state_dict(old.state_dict(), assign=True)
+        return replace(weights, vit=vit.eval())
     with torch.no_grad():
         vit.load_state_dict(old.state_dict() | {"pos_embed": old.positions(grid).clone()}, assign=True)
     how = f"{old.grid[0]}x{old.grid[1]} to {grid[0]}x{grid[1]} patches, {RESAMPLED[old.position_resampling]}"

@@ -1,8 +1,9 @@
 """The names that other programs give the tensors of a ViT, and their conversion to ours, which are timm's.
 
-Known: DINO, iBOT, DINOv2 (with and without registers), MAE, SelfPatch, timm, and Hugging Face's ViT, ViT-MAE, ViT-MSN,
-Dinov2 and Dinov2-with-registers. All compute the same function; they differ in names, in which tokens have a position,
-and in how positions are resampled when images are of another size. SelfPatch's has class attention.
+Known: DINO, iBOT, DINOv2 (with and without registers), DINOv3, MAE, SelfPatch, timm, and Hugging Face's ViT, ViT-MAE,
+ViT-MSN, Dinov2, Dinov2-with-registers and DINOv3-ViT. All but DINOv3 compute the same function; they differ in names,
+in which tokens have a position, and in how positions are resampled when images are of another size. DINOv3 has rotary
+positions, no bias of keys, and in some sizes a gated MLP. SelfPatch's has class attention.
 """
 
 from __future__ import annotations
@@ -17,21 +18,28 @@ import torch
 from torch import Tensor
 
 from adclr.config.parsing import UserError
-from adclr.model.positions import PositionResampling
+from adclr.model.positions import PositionResampling, periods
 
 # The one tensor that every layout has: the part of its name before this is the prefix of the backbone.
 PLAIN_ANCHOR, HF_ANCHOR = "patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"
+HF_DINOV3_ANCHOR = "embeddings.patch_embeddings.weight"
 
 # Heads, decoders and tokens of training: no part of the backbone. Any other name that is not known is a refusal.
 EXTRA = re.compile(
     r"(head|heads|head_dist|dino_head|ibot_head|koleo_head|c_head|p_head|fc|fc_norm|pre_logits|classifier|pooler|attn_pool"
-    r"|mask_token|masked_embed|embeddings\.mask_token|decoder\w*)(\.|$)"
+    r"|mask_token|masked_embed|embeddings\.mask_token|decoder\w*|local_cls_norm|projectors"
+    r"|rope_embed|blocks\.[\d.]+\.attn\.qkv\.bias_mask)(\.|$)"
 )
+PERIODS, BIAS_MASK = "rope_embed.periods", ".attn.qkv.bias_mask"  # of DINOv3's own files
 
 PLAIN_NAMES = (
     (r"blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # DINOv2 trains with its blocks in chunks, numbered through
     (r"(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # iBOT, DeiT III
-    (r"register_tokens$", "reg_token"),
+    (r"(?:register|storage)_tokens$", "reg_token"),
+    (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+    (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
+    (r"\.attn\.([qv])_bias$", r".attn.\1.bias"),  # timm's DINOv3
 )
 HF_NAMES = (
     (r"embeddings\.cls_token$", "cls_token"),
@@ -53,7 +61,20 @@ HF_NAMES = (
 # SelfPatch's: class attention is a module beside the backbone, with the norm of all tokens
 CLASS_HEAD = "ca_head."
 CLASS_HEAD_NAMES = ((r"cls_blocks\.", "blocks_token_only."),)
-SWIGLU = re.compile(r"\.mlp\.(w12|w3|weights_in|weights_out|gate_proj)\.")
+HF_DINOV3_NAMES = (
+    (r"embeddings\.cls_token$", "cls_token"),
+    (r"embeddings\.register_tokens$", "reg_token"),
+    (r"embeddings\.patch_embeddings\.", "patch_embed.proj."),
+    (r"(?:model\.)?layer\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"\.mlp\.gate_proj\.", ".mlp.fc1_g."),
+    (r"\.mlp\.up_proj\.", ".mlp.fc1."),  # `_rename_gated` distinguishes the gated MLP
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+)
+NAMES = {PLAIN_ANCHOR: PLAIN_NAMES, HF_ANCHOR: HF_NAMES, HF_DINOV3_ANCHOR: HF_DINOV3_NAMES}
+OTHER_SWIGLU = re.compile(r"\.mlp\.(w12|weights_in|weights_out)\.")  # DINOv2's, whose width is another
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,7 @@ class Layout:
 
     name: str
     resampling: PositionResampling
+    rotary: bool = False  # DINOv3's positions, which are no tensors
 
 
 @dataclass(frozen=True)
@@ -75,14 +97,22 @@ class NamedTensors:
     unknown: tuple[str, ...] = ()  # their names of tensors that may be
 
 
-def rename_tensors(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = ()) -> NamedTensors:
-    """Return the backbone in tensors of any known layout, under our names; `hints` may name the layout."""
+def rename_tensors(
+    tensors: Mapping[str, Tensor], path: str, hints: Iterable[str] = (), ours: bool = False
+) -> NamedTensors:
+    """Return the backbone in tensors of any known layout, under our names; `hints` may name the layout.
+
+    `ours`: this program wrote them.
+    """
     prefix, anchor = _find_prefix(tensors, path)
     inside = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
-    swiglu = next((key for key in inside if SWIGLU.search(key)), None)
+    swiglu = next((key for key in inside if OTHER_SWIGLU.search(key)), None)
     if swiglu:
-        raise UserError(f"{path} has a SwiGLU ({inside[swiglu]}), which this ViT has not; use weights with a plain MLP")
-    names = PLAIN_NAMES if anchor == PLAIN_ANCHOR else HF_NAMES
+        raise UserError(
+            f"{path} has a SwiGLU ({inside[swiglu]}), which is of another shape than DINOv3's; "
+            "use weights with a plain MLP"
+        )
+    names = NAMES[anchor]
     class_head = prefix.removesuffix("backbone.") + CLASS_HEAD
     state: dict[str, Tensor] = {}
     origin: dict[str, tuple[str, ...]] = {}
@@ -93,14 +123,20 @@ def rename_tensors(tensors: Mapping[str, Tensor], path: str, hints: Iterable[str
             left.append(full)
             continue
         of_class_head = inner.startswith(CLASS_HEAD)
-        ours = _rename(inner.removeprefix(CLASS_HEAD), CLASS_HEAD_NAMES if of_class_head else names)
-        if ours in state:
-            raise UserError(f"{path} has {ours} twice, as {origin[ours][0]} and as {full}; it is no state of a ViT")
-        state[ours], origin[ours] = tensors[full], (full,)
+        key = _rename(inner.removeprefix(CLASS_HEAD), CLASS_HEAD_NAMES if of_class_head else names)
+        if key in state:
+            raise UserError(f"{path} has {key} twice, as {origin[key][0]} and as {full}; it is no state of a ViT")
+        state[key], origin[key] = tensors[full], (full,)
     if any(inner.startswith(CLASS_HEAD) for inner in inside):
         _add_layer_scale(state, origin)
-    _join_qkv(state, origin)
+    if anchor == HF_DINOV3_ANCHOR and any(".mlp.fc1_g." in key for key in state):
+        for mapping in (state, origin):
+            _rename_gated(mapping)
     layout = _layout(anchor, set(inside), state, hints)
+    if layout.rotary:
+        _check_periods(tensors, inside, path)
+        _fill_biases(state, origin, path, ours or any(key.endswith(BIAS_MASK) for key in inside))
+    _join_qkv(state, origin)
     if "reg_token" in state and state["reg_token"].shape[:2] == (1, 0):  # a layout with registers, a ViT without
         del state["reg_token"]
         left += origin.pop("reg_token")
@@ -119,7 +155,9 @@ def _check_numbers(key: str, tensor: Tensor, path: str) -> Tensor:
     values = tensor.float() if tensor.is_floating_point() else None
     if values is None or not values.isfinite().all():
         raise UserError(f"{path} holds numbers that are not finite in {key}; these weights are of no use")
-    if key.endswith(("reg_token", "register_tokens", "cls_token")) and (values.dim() != 3 or values.shape[0] != 1):
+    if key.endswith(("reg_token", "register_tokens", "storage_tokens", "cls_token")) and (
+        values.dim() != 3 or values.shape[0] != 1
+    ):
         raise UserError(f"{path} has {key} of shape {tuple(values.shape)}, not 1 x tokens x width; restore it")
     return values
 
@@ -132,7 +170,7 @@ def _rename(inner: str, names: Iterable[tuple[str, str]]) -> str:
 
 
 def _is_ours(key: str) -> bool:
-    inner = r"norm[12]\.(weight|bias)|attn\.(qkv|proj)\.(weight|bias)|mlp\.fc[12]\.(weight|bias)|ls[12]\.gamma"
+    inner = r"norm[12]\.(weight|bias)|attn\.(qkv|proj)\.(weight|bias)|mlp\.fc(1|2|1_g|1_x)\.(weight|bias)|ls[12]\.gamma"
     class_attention = r"norm[12]\.(weight|bias)|attn\.[qkv]\.(weight|bias)|attn\.proj\.(weight|bias)"
     class_attention += r"|mlp\.fc[12]\.(weight|bias)|gamma_[12]"
     outer = r"cls_token|reg_token|pos_embed|patch_embed\.proj\.(weight|bias)|norm\.(weight|bias)"
@@ -144,7 +182,7 @@ def _find_prefix(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
     candidates = [
         (key[: -len(anchor)], anchor)
         for key in tensors
-        for anchor in (PLAIN_ANCHOR, HF_ANCHOR)
+        for anchor in NAMES
         if key == anchor or key.endswith("." + anchor)
     ]
     # of a model that holds student and teacher
@@ -175,10 +213,65 @@ def _add_layer_scale(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]
             state[gamma], origin[gamma] = torch.ones(state[key].shape), ()
 
 
+def _rename_gated(named: dict[str, Any]) -> None:
+    """Rename the second layer of gated MLPs, which Hugging Face calls as the first of plain ones."""
+    for key in [key for key in named if re.search(r"\.mlp\.fc1\.", key)]:
+        named[key.replace(".mlp.fc1.", ".mlp.fc1_x.")] = named.pop(key)
+
+
+def _check_periods(tensors: Mapping[str, Tensor], inside: Mapping[str, str], path: str) -> None:
+    """Refuse rotary positions that are not DINOv3's; their file rounds the periods to bfloat16."""
+    stored = tensors[inside[PERIODS]] if PERIODS in inside else None
+    if stored is None:
+        return
+    expected = periods(4 * stored.numel()) if stored.dim() == 1 else None
+    if expected is None or not torch.allclose(stored.double(), expected, rtol=1e-2):
+        raise UserError(
+            f"{path} has other rotary positions than DINOv3 ({inside[PERIODS]}); use weights with a base of 100"
+        )
+
+
+def _fill_biases(
+    state: dict[str, Tensor], origin: dict[str, tuple[str, ...]], path: str, ignores_key_bias: bool
+) -> None:
+    """Write 0 for the biases of queries, keys and values that DINOv3 does not have; refuse a bias of keys.
+
+    A bias that only some blocks have is not filled, so that the weights are refused.
+    """
+    weights = [key for key in state if re.search(r"\.attn\.(qkv|q)\.weight$", key) and state[key].dim() == 2]
+    starts = {re.sub(r"(qkv|q)\.weight$", "", key): state[key].shape[1] for key in weights}
+    for part in "qkv":
+        if not any(f"{start}{name}.bias" in state for start in starts for name in (part, "qkv")):
+            for start, width in starts.items():
+                state[f"{start}{part}.bias"], origin[f"{start}{part}.bias"] = torch.zeros(width), ()
+    for start, width in starts.items():
+        names = [f"{start}{part}.bias" for part in "qkv"]
+        if all(name in state and state[name].shape == (width,) for name in names):
+            origin[f"{start}qkv.bias"] = tuple(full for name in names for full in origin.pop(name))
+            state[f"{start}qkv.bias"] = torch.cat([state.pop(name).float() for name in names])
+        bias = state.get(f"{start}qkv.bias")
+        if bias is None or bias.shape != (3 * width,):
+            continue
+        if ignores_key_bias:
+            state[f"{start}qkv.bias"] = torch.cat([bias[:width], torch.zeros(width), bias[2 * width :]])
+        elif bias[width : 2 * width].any():
+            raise UserError(
+                f"{path} has biases of attention keys ({start}), which a ViT with rotary positions has not here; "
+                "use other weights"
+            )
+
+
 def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: Iterable[str]) -> Layout:
     """Return the layout by tensors that only one has, else by hints: bare backbones of DINO and iBOT have no such."""
     scaled = "blocks.0.ls1.gamma" in state
     words = " ".join(hints).lower()
+    if anchor == HF_DINOV3_ANCHOR:
+        return Layout("Hugging Face DINOv3", "antialias", rotary=True)
+    if "storage_tokens" in names or PERIODS in names:
+        return Layout("DINOv3", "antialias", rotary=True)
+    # timm's; its other ViTs with rotary positions have no registers, or no final norm, or learned positions too
+    if anchor == PLAIN_ANCHOR and "pos_embed" not in names and {"reg_token", "norm.weight"} <= names:
+        return Layout("timm DINOv3", "antialias", rotary=True)
     if anchor == HF_ANCHOR:
         if "embeddings.register_tokens" in names:
             return Layout("Hugging Face Dinov2 with registers", "antialias")
@@ -224,10 +317,14 @@ def infer_architecture(named: NamedTensors, known: set[str], path: str) -> dict[
         "layer_scale": 1.0 if any(key.endswith(".ls1.gamma") for key in state) else None,
         "position_resampling": named.layout.resampling,
         "class_attention": _count_class_attention(state),
+        "position_embedding": "rotary" if named.layout.rotary else "learned",
+        "mlp": "gated" if any(".mlp.fc1_g." in key for key in state) else "plain",
     }
+    if named.layout.rotary:
+        arguments["norm_eps"] = 1e-5
     if "num_heads" not in known:
-        # 64 channels each but for ViT-H
-        arguments["num_heads"] = 16 if dim == 1280 else max(1, dim // 64)
+        # 64 channels each but for a ViT-H that is not DINOv3's
+        arguments["num_heads"] = 16 if dim == 1280 and not named.layout.rotary else max(1, dim // 64)
         if dim % 64:
             raise UserError(
                 f"the number of heads of {path} cannot be told from its width {dim}; "

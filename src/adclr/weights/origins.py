@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from adclr.config.parsing import UserError
+from adclr.model.positions import ROTARY_BASE
 from adclr.system.files import read_json
 from adclr.system.optional import require
 from adclr.weights.tensors import check_plain, kind_of, read_tensors, read_torch
@@ -31,6 +32,7 @@ HF_TYPES: dict[str, tuple[dict[str, Any], float]] = {
     "vit_msn": (IMAGENET, 1e-6),
     "dinov2": (IMAGENET, 1e-6),
     "dinov2_with_registers": (IMAGENET, 1e-6),
+    "dinov3_vit": (IMAGENET, 1e-5),
 }
 
 
@@ -115,6 +117,8 @@ class _Config(BaseModel):
     patch_size: int | tuple[int, int] | None = None
     num_channels: int | None = None
     use_swiglu_ffn: bool = False
+    use_gated_mlp: bool = False  # this and the next of DINOv3
+    rope_theta: float | None = None
 
 
 class _Preprocessor(BaseModel):
@@ -152,9 +156,15 @@ def _describe_huggingface(folder: Path, config: _Config) -> dict[str, Any]:
     if config.model_type not in HF_TYPES:
         known = ", ".join(HF_TYPES)
         raise UserError(f"{folder} is of the model type {config.model_type!r}; these are taken: {known}")
-    if config.use_swiglu_ffn or config.hidden_act != "gelu":
+    if config.rope_theta not in (None, ROTARY_BASE):
+        raise UserError(
+            f"{folder} has rotary positions with a base of {config.rope_theta:g}, not DINOv3's {ROTARY_BASE:g}; "
+            "use other weights"
+        )
+    gated = config.model_type == "dinov3_vit" and config.use_gated_mlp
+    if config.use_swiglu_ffn or config.hidden_act != ("silu" if gated else "gelu"):
         act = "SwiGLU" if config.use_swiglu_ffn else config.hidden_act
-        raise UserError(f"{folder} has an MLP with {act}, which this ViT has not; use weights with plain GELU")
+        raise UserError(f"{folder} has an MLP with {act}, which this ViT has not; use other weights")
     normalization, eps = HF_TYPES[config.model_type]
     size, patch = config.image_size, config.patch_size
     if isinstance(patch, tuple) and patch[0] != patch[1]:
@@ -168,6 +178,8 @@ def _describe_huggingface(folder: Path, config: _Config) -> dict[str, Any]:
         "input_size": (size, size) if isinstance(size, int) else size,
         "norm_eps": eps if config.layer_norm_eps is None else config.layer_norm_eps,
     }
+    if config.model_type == "dinov3_vit":
+        architecture |= {"position_embedding": "rotary", "mlp": "gated" if gated else "plain"}
     file = folder / "preprocessor_config.json"
     preprocessor = _Preprocessor.model_validate(read_json(file)) if file.exists() else _Preprocessor()
     return {
@@ -201,6 +213,7 @@ def from_timm(name: str) -> StoredWeights:
     """Read the pretrained weights of `timm:NAME` if they have been downloaded before; nothing is downloaded here."""
     timm = require("timm", "timm", f"timm:{name}")
     import torch
+    from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
     if not timm.is_model(name):
@@ -213,11 +226,17 @@ def from_timm(name: str) -> StoredWeights:
             model = timm.create_model(name, pretrained=False, num_classes=0)
     except RuntimeError as error:
         raise UserError(f"timm cannot make {name!r} ({str(error).rstrip('.')}); check the name") from None
-    if not isinstance(model, VisionTransformer):
+    rotary = isinstance(model, Eva)
+    if rotary and not _has_positions_of_dinov3(model):
+        raise UserError(f"timm's {name} has other positions than DINOv3's rotary ones; choose another")
+    if not rotary and not isinstance(model, VisionTransformer):
         raise UserError(f"timm's {name} is a {type(model).__name__}, not a ViT; choose one of its vit_* models")
     block: Any = model.blocks[0]
-    gelu = getattr(block.mlp, "act", None)
-    if type(gelu).__name__ != "GELU" or getattr(gelu, "approximate", "none") != "none":
+    activation, gated = getattr(block.mlp, "act", None), hasattr(block.mlp, "fc1_g")
+    if (
+        type(activation).__name__ != ("SiLU" if gated else "GELU")
+        or getattr(activation, "approximate", "none") != "none"
+    ):
         raise UserError(f"timm's {name} has an MLP without plain GELU, which this ViT has not; choose another")
     file = _cached_file(config) if config else None
     if config is None or file is None:
@@ -226,8 +245,23 @@ def from_timm(name: str) -> StoredWeights:
             f'python -c "import timm; timm.create_model({name!r}, pretrained=True)"'
         )
     heads, eps = block.attn.num_heads, getattr(block.norm1, "eps", 1e-6)
-    description = {"architecture": {"num_heads": heads, "norm_eps": eps}, "mean": config.mean, "std": config.std}
+    architecture = {"num_heads": heads, "norm_eps": eps}
+    if rotary:
+        architecture |= {"position_embedding": "rotary", "mlp": "gated" if gated else "plain"}
+        architecture["input_size"] = config.input_size[1:]
+    description = {"architecture": architecture, "mean": config.mean, "std": config.std}
     return replace(_read(file), source=f"timm:{name}", description=description, hints=())
+
+
+def _has_positions_of_dinov3(model: Any) -> bool:
+    """Return whether one of timm's Eva models has rotary positions as DINOv3, and no learned ones."""
+    rope = model.rope
+    return (
+        type(rope).__name__ == "RotaryEmbeddingDinoV3"
+        and (rope.temperature, rope.min_period, rope.grid_offset) == (ROTARY_BASE, None, 0.0)
+        and (rope.normalize_coords, rope.grid_indexing, rope.rotate_half) == ("separate", "ij", True)
+        and model.pos_embed is None
+    )
 
 
 def _cached_file(config: Any) -> Path | None:

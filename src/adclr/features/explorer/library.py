@@ -92,7 +92,7 @@ class Library:
     @property
     def batch_size(self) -> int:
         """Return how many images of one shape are read at once."""
-        return BATCH_SIZE[self.vit.pos_embed.device.type]
+        return BATCH_SIZE[self.vit.cls_token.device.type]
 
     def prepare(self, pixels: Pixels) -> InputImage:
         """Return an image resized for the network."""

@@ -19,7 +19,7 @@ from adclr.config.settings import Settings
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
-from adclr.weights.backbone import RESAMPLED, Weights
+from adclr.weights.backbone import Weights, describe_positions
 
 
 def find_run(weights: str) -> Run | None:
@@ -69,7 +69,7 @@ def _architecture(weights: Weights) -> dict[str, object]:
         **({"class-attention blocks": vit.class_attention} if vit.class_attention else {}),
         "LayerScale": "yes" if vit.layer_scale else "no",
         "parameters": parameters,
-        "positions at other sizes": RESAMPLED[vit.position_resampling],
+        "positions at other sizes": describe_positions(vit),
     }
 
 

@@ -18,7 +18,7 @@ from adclr.model.feature_network import FeatureNetwork
 from adclr.model.vit import VisionTransformer
 from adclr.system.files import write_atomically, write_json
 from adclr.weights.backbone import Weights, load_weights, write_backbone, write_network
-from adclr.weights.export import onnx
+from adclr.weights.export import dinov3, onnx
 from adclr.weights.networks import TIMM, network_state
 
 Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]  # images -> [CLS], patches
@@ -45,7 +45,7 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
 
 
 def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...]) -> tuple[str, ...]:
-    if vit.position_resampling in ways:
+    if vit.pos_embed is None or vit.position_resampling in ways:
         return ()
     height, width = vit.input_size
     return (
@@ -81,9 +81,31 @@ tokens = vit(images)  # tokens.cls, tokens.patches
 # -- timm --
 
 
+def _check_class(vit: VisionTransformer, program: str) -> None:
+    if vit.mlp == "gated" and vit.pos_embed is not None:
+        raise UserError(
+            f"{program} has no ViT with learned positions and a gated MLP; export to onnx or safetensors instead"
+        )
+
+
+def _timm_state(vit: VisionTransformer) -> dict[str, Tensor]:
+    """Return the state under timm's names: ours, but for those of its class of DINOv3, which has a LayerScale."""
+    if vit.pos_embed is not None:
+        return _state(vit)
+    state = {f"blocks.{i}.gamma_{number}": torch.ones(vit.dim) for i in range(vit.depth) for number in (1, 2)}
+    for name, tensor in _state(vit).items():
+        if name.endswith("attn.qkv.bias"):
+            q, _, v = tensor.chunk(3)
+            start = name.removesuffix("qkv.bias")
+            state |= {f"{start}q_bias": q.clone(), f"{start}v_bias": v.clone()}
+        else:
+            state[name.replace(".ls1.gamma", ".gamma_1").replace(".ls2.gamma", ".gamma_2")] = tensor
+    return state
+
+
 def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
     """Return the name and the other arguments with which `timm.create_model` builds the same ViT."""
-    shape = (vit.dim, vit.depth, vit.num_heads)
+    shape, rotary = (vit.dim, vit.depth, vit.num_heads), vit.pos_embed is None
     size = next((name for name, known in VIT_SIZES.items() if known == shape), None)
     arguments: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
     if size is None:
@@ -94,8 +116,13 @@ def _timm_arguments(vit: VisionTransformer) -> tuple[str, dict[str, Any]]:
         arguments["img_size"] = list(vit.input_size)
     if vit.num_channels != 3:
         arguments["in_chans"] = vit.num_channels
-    if vit.layer_scale:
+    if vit.layer_scale or rotary:
         arguments["init_values"] = 1.0
+    if rotary:
+        arguments["num_reg_tokens"] = vit.num_registers
+        if vit.mlp == "gated":
+            arguments |= {"swiglu_mlp": True, "swiglu_align_to": 8}
+        return f"vit_{size or 'tiny'}_patch16_dinov3_qkvb", arguments
     if vit.num_registers:
         arguments |= {"reg_tokens": vit.num_registers, "no_embed_class": True}
     return f"vit_{size or 'tiny'}_patch16_224", arguments
@@ -153,9 +180,10 @@ def _timm(weights: Weights, folder: Path) -> Export:
         return _timm_network(weights, weights.network, folder)
     _refuse_class_attention(weights, "timm")
     vit = weights.vit
+    _check_class(vit, "timm")
     name, arguments = _timm_arguments(vit)
-    _write(folder / "model.safetensors", _state(vit))
-    odd_norm = vit.norm_eps != 1e-6
+    _write(folder / "model.safetensors", _timm_state(vit))
+    odd_norm = vit.norm_eps != (1e-5 if vit.pos_embed is None else 1e-6)
     if not odd_norm:  # timm's config.json has no field for it
         config: dict[str, Any] = {
             "input_size": [vit.num_channels, *vit.input_size],
@@ -244,7 +272,8 @@ def _with_registers(vit: VisionTransformer) -> bool:
 def _huggingface(weights: Weights, folder: Path) -> Export:
     _refuse_class_attention(weights, "Hugging Face")
     vit = weights.vit
-    (height, width), registers = vit.input_size, _with_registers(vit)
+    _check_class(vit, "transformers")
+    (height, width), registers, rotary = vit.input_size, _with_registers(vit), vit.pos_embed is None
     if height != width:
         raise UserError(f"Hugging Face's positions are square, not of {height}x{width} pixels; say --input-size")
     kind, name = ("dinov2_with_registers", "Dinov2WithRegistersModel") if registers else ("dinov2", "Dinov2Model")
@@ -265,8 +294,12 @@ def _huggingface(weights: Weights, folder: Path) -> Export:
         "use_swiglu_ffn": False,
         "dtype": "float32",
     }
-    _write(folder / "model.safetensors", _huggingface_state(vit))
-    write_json(folder / "config.json", values | ({"num_register_tokens": vit.num_registers} if registers else {}))
+    if registers or rotary:
+        values["num_register_tokens"] = vit.num_registers
+    if rotary:
+        name, values = "DINOv3ViTModel", dinov3.describe(vit, values)
+    _write(folder / "model.safetensors", dinov3.rename(vit, _state(vit)) if rotary else _huggingface_state(vit))
+    write_json(folder / "config.json", values)
     notes = list(_resampling_notes(vit, "transformers", ("antialias",) if registers else ("plain",)))
     has_processor = vit.num_channels == 3 and weights.max_value is None
     write_json(folder / "preprocessor_config.json", _preprocessor(weights))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from adclr.model.blocks import Block
 from adclr.model.class_attention import read_patches
-from adclr.model.positions import POSITION_OFFSET, PositionResampling
+from adclr.model.positions import POSITION_OFFSET, PositionResampling, angles
 from adclr.model.vit import VisionTransformer
 from adclr.system import optional
 
@@ -70,28 +70,51 @@ class Portable(nn.Module):
         """Return `[CLS]`, B×D, and patches, B×N×D, of B×C×height×width images."""
         vit = self.vit
         x = vit.patch_embed.proj(images)
-        x = (x + self._positions(x.shape[2], x.shape[3])).flatten(2).transpose(1, 2)
+        height, width = x.shape[2], x.shape[3]
+        prefix: Tensor = vit.cls_token
+        rotation = None
+        if vit.pos_embed is None:
+            rotation = self._rotation(height, width)
+        else:
+            x = x + self._positions(vit.pos_embed, height, width)
+            prefix = prefix + vit.pos_embed[:, :1] if vit.positioned_prefix else prefix
+        x = x.flatten(2).transpose(1, 2)
         if vit.class_attention:
-            x = self._run_blocks(x)
+            x = self._run_blocks(x, rotation)
             cls, _ = read_patches(vit.class_blocks, vit.cls_token[0], x)
             return vit.norm(cls), vit.norm(x)
-        prefix = vit.cls_token + vit.pos_embed[:, :1] if vit.positioned_prefix else vit.cls_token
         if vit.reg_token is not None:
             prefix = torch.cat([prefix, vit.reg_token], dim=1)
-        x = vit.norm(self._run_blocks(torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)))
+        x = vit.norm(self._run_blocks(torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1), rotation))
         return x[:, 0], x[:, vit.num_prefix :]
 
-    def _run_blocks(self, x: Tensor) -> Tensor:
+    def _run_blocks(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         for block in self.vit.blocks:
             assert isinstance(block, Block)
-            mixed = F.scaled_dot_product_attention(*block.attn.split(block.norm1(x)))
+            q, k, v = block.attn.split(block.norm1(x))
+            if rotation is not None:
+                q, k = (self._rotate(part, *rotation) for part in (q, k))
+            mixed = F.scaled_dot_product_attention(q, k, v)
             x = block.think(x + block.ls1(block.attn.join(mixed)))
         return x
 
-    def _positions(self, height: int, width: int) -> Tensor:
+    def _rotation(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the angles of the patches of a grid, N×(D/H/2) each."""
+        rows, columns = (torch.arange(count, dtype=torch.float32) for count in (height, width))
+        turned = angles(rows, columns, self.vit.dim // self.vit.num_heads)
+        return turned.cos(), turned.sin()
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return attention queries or keys, B×H×T×(D/H), with those of the patches turned."""
+        prefix, patches = x[:, :, : self.vit.num_prefix], x[:, :, self.vit.num_prefix :]
+        first, second = patches.chunk(2, dim=-1)
+        patches = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([prefix, patches], dim=2)
+
+    def _positions(self, embeddings: Tensor, height: int, width: int) -> Tensor:
         """Return the positions of a grid, D×height×width."""
         vit, how = self.vit, self.vit.position_resampling
-        stored = vit.pos_embed[0, vit.positioned_prefix :].view(*vit.grid, vit.dim)
+        stored = embeddings[0, vit.positioned_prefix :].view(*vit.grid, vit.dim)
         targets = [torch.arange(count, dtype=stored.dtype) for count in (height, width)]
         # on the stored grid nothing is resampled: the offset is 0 there, and the other ways are the identity
         same = torch.stack([t[-1] + 1 == count for t, count in zip(targets, vit.grid, strict=True)]).all()
