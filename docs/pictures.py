@@ -1,11 +1,15 @@
 """Draws the pictures of README.md and looking.md from the built-in scenes: `make pictures`, ten minutes on 2 cores.
 
 The commands are those a user would type; what is drawn goes to docs/pictures. The page and the explorer are
-photographed by Chromium where there is one.
+photographed by Chromium where there is one. The pictures of photographs need weights and scikit-image, whose samples
+they show (free of rights: NASA, SpaceX, Stefan van der Walt, Pikolo Espresso Bar):
+
+    python docs/pictures.py --photographs WEIGHTS
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import shutil
 import signal
@@ -82,8 +86,30 @@ def photograph(chromium: str) -> None:
         keep(DRAWN / f"{name}.png", name)
 
 
+def draw_photographs(weights: str) -> None:
+    """Draw queries and principal components of scikit-image's photographs."""
+    from skimage import data
+
+    folder = RUNS / "photographs"
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    names = ("astronaut", "chelsea", "coffee", "rocket")
+    for name in names:
+        Image.fromarray(getattr(data, name)()).save(ROOT / folder / f"{name}.png")
+    files = [folder / f"{name}.png" for name in names]
+    adclr("visualize", "queries", weights, *files, "--out", DRAWN / "photographs", "size=336")
+    keep(DRAWN / "photographs/queries.png", "photographs")
+    adclr("visualize", "pca", weights, *files, "--out", DRAWN / "photographs", "size=336")
+    keep(DRAWN / "photographs/pca.png", "photographs_pca")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photographs", metavar="WEIGHTS", help="draw only these, with weights that you have")
+    arguments = parser.parse_args()
     (ROOT / OUT).mkdir(exist_ok=True)
+    if arguments.photographs:
+        draw_photographs(arguments.photographs)
+        return
     adclr("demo", "--out", DEMO)
     collapse = ("teacher_temperature=1", "teacher_temperature_start=1", f"probe.data={DEMO / 'scenes'}")
     adclr("pretrain", DEMO / "scenes/train", "--out", COLLAPSED, "--recipe", "demo", *collapse)

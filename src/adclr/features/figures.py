@@ -28,15 +28,15 @@ HEADS_ON_SHEET = 6
 CELL = 160  # pixels, on a sheet
 ATTENTION = ColorBar("0", "the top 0.5 %, at least 2x", "attention; x: times the mean of all patches")
 QUERY_BAR = ColorBar(
-    "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); alike: cosine of answer and patch"
+    "0", "the top 0.5 %, at least 2x; cosine 1", "attention (x: times the mean); similarity: cosine of output and patch"
 )
 LINES = (
     "A line joins two patches that are each other's nearest. Its color is that of its position in the left image, from "
-    "teal at the upper left to yellow at the lower right; the more alike the patches, the stronger it is."
+    "teal at the upper left to yellow at the lower right; the more similar the patches, the stronger it is."
 )
 COMPONENTS = (
-    "Red, green and blue are the first three principal components of the patches of all images: what has one color is "
-    "alike to the network; which color it is means nothing."
+    "Red, green and blue are the first three principal components of the patches of all images: patches "
+    "of one color have similar features; which color it is means nothing."
 )
 
 
@@ -172,7 +172,7 @@ class QueryMaps:
 
 
 def _similarity_cell(shown: Image.Image, cosines: Floats, color: drawing.Color = drawing.INK) -> Cell:
-    return Cell(drawing.heat(shown, cosines, 1.0), "alike", f"up to {cosines.max():.2f}", color)
+    return Cell(drawing.heat(shown, cosines, 1.0), "similarity", f"up to {cosines.max():.2f}", color)
 
 
 def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block: int = -1) -> QueryMaps:
@@ -358,7 +358,7 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
 class MatchSettings(FigureSettings):
     """Settings of `adclr visualize match`."""
 
-    num_lines: Count = Field(40, description="pairs that are drawn, the most alike")
+    num_lines: Count = Field(40, description="pairs that are drawn, the most similar")
 
 
 @dataclass(frozen=True)
