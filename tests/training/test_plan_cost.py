@@ -183,7 +183,7 @@ def test_the_benchmark_of_the_step_runs(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert not found["failed"], found["failed"]
     names = [row["name"] for row in found["rows"]]
-    assert [name.split()[0] for name in names] == ["plain", "DINO", "ADCLR", "iBOT", "ADCLR*", "SelfPatch"]
+    assert [name.split()[0] for name in names] == ["plain", "DINO", "ADCLR", "ADCLR+", "iBOT", "ADCLR*", "SelfPatch"]
     assert all(name in done.stdout for name in names)
     assert all(row["images_per_second"] > 0 for row in found["rows"])
     assert "images/s, ADCLR over plain DINO, ViT-S/16, batch 64" in found["ratios"]
