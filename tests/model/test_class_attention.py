@@ -449,6 +449,7 @@ def test_the_fused_path_stores_no_logits_of_all_patches(monkeypatch: pytest.Monk
     [
         ({"num_queries": 2}, "views.num_queries=0"),
         ({"num_registers": 1}, "model.num_registers=0"),
+        ({"position_embedding": "rotary"}, "model.position_embedding=learned"),
         ({"class_attention": 0}, "model.class_attention=2"),
         ({"masked_weight": 1.0}, "method.masked_weight=0"),
         ({"target": "sinkhorn"}, "method.target=center"),
