@@ -38,6 +38,7 @@ MATMUL = 8192  # side of the product whose rate counts as the peak; on a CPU 512
 VALUES = schedules.Values(lr=1e-4, weight_decay=0.04, momentum=0.996, teacher_temperature=0.04, freeze_last_layer=False)
 RECIPES = {"plain": "dino_vits16", "DINO": "dino_vits16", "ADCLR": "adclr_vits16"}
 RECIPES |= {"iBOT": "ibot_vits16", "ADCLR*": "adclr_mim_vits16", "ADCLR+": "adclr_plus_vits16"}
+RECIPES |= {"SelfPatch": "selfpatch_vits16"}
 TINY: dict[str, Any] = {
     "model.dim": 32,
     "model.depth": 2,
@@ -72,7 +73,7 @@ class Case:
         return f"{self.method} ViT-{letter}/16 L={self.local} Q={views.num_queries} batch {self.batch}{more}"
 
 
-METHODS = ("plain", "DINO", "ADCLR", "ADCLR+", "iBOT", "ADCLR*")
+METHODS = ("plain", "DINO", "ADCLR", "ADCLR+", "iBOT", "ADCLR*", "SelfPatch")
 CASES = [
     *(Case(method) for method in METHODS),
     Case("ADCLR", deterministic=True),
@@ -178,9 +179,9 @@ def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:
     there = {row.name: row for row in rows}
     for size, batches in (("S", (256, 64)), ("B", (128, 64))):
         for batch in batches:
-            plain, dino, adclr, plus = (
+            plain, dino, adclr, plus, selfpatch = (
                 there.get(f"{name} ViT-{size}/16 L=10 Q={queries} batch {batch}")
-                for name, queries in (("plain", 0), ("DINO", 0), ("ADCLR", 10), ("ADCLR+", 10))
+                for name, queries in (("plain", 0), ("DINO", 0), ("ADCLR", 10), ("ADCLR+", 10), ("SelfPatch", 0))
             )
             where = f"ViT-{size}/16, batch {batch}"
             for name, ours in (("DINO", dino), ("ADCLR", adclr)):
@@ -191,6 +192,10 @@ def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:
                 yield f"time, deterministic over not, {where}", exact.milliseconds / adclr.milliseconds
             if dino and plus:
                 yield f"time, ADCLR+ over DINO, {where}", plus.milliseconds / dino.milliseconds
+            if dino and selfpatch:
+                yield f"time, SelfPatch over DINO, {where}", selfpatch.milliseconds / dino.milliseconds
+                if dino.gib and selfpatch.gib:
+                    yield f"memory, SelfPatch over DINO, {where}", selfpatch.gib / dino.gib
             if dino and adclr:
                 yield f"time, Q=10 over Q=0, {where}", adclr.milliseconds / dino.milliseconds
                 if dino.gib and adclr.gib:

@@ -119,8 +119,9 @@ def test_every_recipe_trains(name: str, images: Path, tmp_path: Path) -> None:
     run = package.pretrain(images / "train", out=tmp_path / "run", recipe=name, **shrink)
     row = list(run.rows("metrics.jsonl"))[-1]
     assert row["loss"] > 0
-    assert (row["loss_query"] > 0) == (not name.startswith(("dino", "ibot")))
+    assert (row["loss_query"] > 0) == (not name.startswith(("dino", "ibot", "selfpatch")))
     assert (row["loss_masked"] > 0) == name.startswith(("ibot", "adclr_mim"))
+    assert (row["loss_neighbor"] > 0) == name.startswith("selfpatch")
     stored = run.settings()
     assert stored is not None
     assert stored.recipe == name

@@ -116,13 +116,13 @@ def test_a_void_step_leaves_all_as_it_was(
 
 def test_the_meter_remembers_which_steps_were_void() -> None:
     meter = Meter(torch.device("cpu"), every=4)
-    good, bad = torch.arange(1.0, 6.0), torch.tensor([math.nan, 1, 2, 3, 4])
+    good, bad = torch.arange(1.0, 7.0), torch.tensor([math.nan, 1, 2, 3, 4, 5])
     for done, (losses, ok) in enumerate([(good, True), (bad, False), (good * 3, True), (good, False)], 11):
         meter.add(done, losses, torch.tensor(ok))
         if done == 12:
             total, decode = meter.total(), meter.decoder()
     remembered = json.loads(json.dumps(decode(total)))  # after more steps have been taken
-    assert remembered["void"] == [[12, None, 1.0, 2.0, 3.0, 4.0]]
+    assert remembered["void"] == [[12, None, 1.0, 2.0, 3.0, 4.0, 5.0]]
     assert remembered["last_void"] == 1
     means, void, last = meter.read()
     assert means == {name: 2.0 * (i + 1) for i, name in enumerate(LOSS_NAMES)} | {"voided_steps": 2}

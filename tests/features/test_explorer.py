@@ -173,7 +173,19 @@ def test_broken_huge_and_outside_images_are_left_out(client: TestClient) -> None
     assert [model["patch"] for model in state["models"]] == [4, 8]
     wide = next(one for one in state["images"] if one["name"].startswith("b"))
     assert wide["grids"] == [[10, 6], [5, 3]]
+    assert {one["label"] for one in state["images"]} == {None}  # no folders, no classes
     assert client.get("/api/state?since=3").json()["images"] == state["images"][3:]
+
+
+def test_folders_are_the_classes_of_images(tmp_path: Path) -> None:
+    for name in ("cat/a.png", "dog/b.png", "cat/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (24, 24)).save(tmp_path / name)
+    held = gallery(tmp_path)
+    held.read()
+    assert {image.name: image.label for image in held.shown} == {
+        name: name[:3] for name in ("cat/a.png", "dog/b.png", "cat/c.png")
+    }
 
 
 def test_answers_are_of_every_image_and_come_quickly(client: TestClient) -> None:

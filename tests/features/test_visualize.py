@@ -252,3 +252,43 @@ def test_warping_by_the_places_themselves_changes_nothing() -> None:
     right = same + np.array([4 / 48, 0], np.float32)  # what is here lies four pixels to the right there
     moved = np.asarray(drawing.warped(image, image, right))
     assert np.abs(moved[:, :-4].astype(int) - np.asarray(image)[:, 4:]).max() <= 1
+
+
+def test_two_networks_are_shown_one_below_the_other(run: Path, coarse: Path, photos: Path, tmp_path: Path) -> None:
+    """[CLS] and queries in matched and mismatched images, as in the paper's first figure."""
+    report = draw("queries", run, photos, tmp_path, against=str(coarse), size=32, num_queries=1)
+    with Image.open(tmp_path / "queries_against.png") as picture:
+        assert picture.height > 10 * figures.CELL / 2  # 2 rows of [CLS], and 2 for each of 4 queries
+    against: Any = json.loads((tmp_path / "queries.json").read_text())["against"]
+    assert against["images"] == [row["name"] for row in report["images"]]  # type: ignore[attr-defined]
+    first, second = against["networks"]
+    assert [first["weights"], second["weights"]] == [analysis.short_name(str(run)), "coarse"]
+    for network, path in ((first, run), (second, coarse)):
+        held = analysis.load_weights(path)
+        image = analysis.prepare_image("a", held.decoder((photos / "cat/a.png").read_bytes()), 32, held.vit.patch_size)
+        position = [name.endswith("cat/a.png") or name == "cat/a.png" for name in against["images"]].index(True)
+        maps, _ = analysis.attend(held, image, analysis.read_memory(held, image))
+        assert network["cls"][position] == pytest.approx(float(maps[0, 0].max()), rel=1e-4)
+        (box,) = report["images"][position]["boxes"]  # type: ignore[index]
+        crop = image.crop(box, held.vit.patch_size)[None]
+        maps, _ = analysis.attend(held, image, analysis.read_memory(held, image), crop)
+        asked = network["queries"][position]
+        assert asked["relations"][position] == "itself"
+        assert asked["peaks"][position] == pytest.approx(float(maps[0, 0].max()), rel=1e-4)
+    words = {word for query in first["queries"] for word in query["relations"]}
+    assert {"itself", "mismatched"} <= words
+
+
+def test_networks_that_cannot_be_shown_together_are_refused(
+    run: Path, coarse: Path, photos: Path, tmp_path: Path
+) -> None:
+    cases: list[tuple[Path, dict[str, object], str]] = [
+        (photos / "cat/a.png", {}, "give two images or more"),
+        (photos, {"across": 0}, "across=2 or more"),
+    ]
+    for images, settings, sentence in cases:
+        with pytest.raises(UserError, match=sentence):
+            draw("queries", run, images, tmp_path / "out", against=str(coarse), **settings)
+        assert not list((tmp_path / "out").glob("*.png"))
+    with pytest.raises(UserError, match="nowhere do not exist"):
+        draw("queries", run, photos, tmp_path / "out", against=str(tmp_path / "nowhere"))

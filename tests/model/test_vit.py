@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adclr.model.blocks import Attention, QueryKeys, attention_mask, expand_to_tokens
+from adclr.model.drop_path import draw_drop_path
 from adclr.model.ops.attention import Group
 from adclr.model.vit import Input, VisionTransformer
 from adclr.weights.backbone import create_backbone
@@ -419,7 +420,7 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     vit = make(drop_path=0.5)
     images, _ = inputs()
     assert torch.equal(vit(images).cls, vit(images).cls)
-    kept = vit.train()._draw_drop_path(4000, torch.device("cpu"))
+    kept = draw_drop_path(vit.train().drop_path, vit.depth, 4000, torch.device("cpu"))
     assert kept is not None
     for block, rate in enumerate([0.0, 0.25, 0.5]):
         found = kept[block]

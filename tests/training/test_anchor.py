@@ -16,9 +16,10 @@ from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model.losses import anchor_loss
+from adclr.model.vit import VisionTransformer
 from adclr.system.runs import Run
 from adclr.training import continued_pretraining, job, micro_batch
-from adclr.weights.backbone import load_weights
+from adclr.weights.backbone import Weights, load_weights, write_backbone
 from test_continued_pretraining import FREE, STEPS, pretrain, weights  # noqa: F401  # a fixture
 from tiny import tiny
 
@@ -76,6 +77,30 @@ def test_it_adds_what_the_student_has_moved_and_nothing_at_the_start(weights: Pa
         assert [part.item() for part in losses[1:]] == pytest.approx([part.item() for part in others[1:]])
         if not masked_weight:
             assert (expected > 1e-3) == (moved > 0)
+
+
+def test_it_goes_together_with_the_neighbor_loss(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vit = VisionTransformer(24, 2, 3, 4, 16, class_attention=2, mlp="gated")
+    write_backbone(tmp_path, vit.state_dict(), Weights(vit, (0.5,) * 3, (0.25,) * 3).describe())
+    changes = {"num_queries": 0, "neighbor_weight": 0.1, "neighbor_prototypes": 20}
+    (method, settings), (plain, _) = (
+        method_of(tmp_path / "backbone.safetensors", anchor_weight=weight, **changes) for weight in (2.5, 0.0)
+    )
+    views = micro_batch.random_views(settings, 3, torch.device("cpu"))
+    crops = views.global_crops.flatten(0, 1)
+    with torch.no_grad():
+        for one in (method, plain):
+            torch.manual_seed(3)
+            for parameter in one.student.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        patches, fixed = method.student.backbone(crops).patches, vit(crops).patches
+    expected = 2.5 * (similarities(patches) - similarities(fixed)).square().mean()
+    losses, others = method(views, 0.05), plain(views, 0.05)
+    assert expected > 1e-3
+    assert losses.neighbor > 0
+    torch.testing.assert_close((losses.total - others.total).double(), expected, rtol=1e-4, atol=1e-6)
+    assert [part.item() for part in losses[1:]] == pytest.approx([part.item() for part in others[1:]])
 
 
 def test_the_anchor_keeps_similarities_in_training_and_over_a_resume(

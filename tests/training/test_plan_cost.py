@@ -24,6 +24,7 @@ from tiny import TINY, tiny
 ROOT = Path(__file__).parents[2]
 # wide enough that what is not a matrix product, or is done once a step and not once an image, does not count
 WIDER: dict[str, Any] = {"dim": 64, "head_hidden_dim": 96, "head_bottleneck_dim": 48, "num_prototypes": 256}
+SELFPATCH: dict[str, Any] = {"num_queries": 0, "class_attention": 2, "neighbor_weight": 0.1, "neighbor_prototypes": 64}
 CASES: list[dict[str, Any]] = [
     {},
     {"num_queries": 0},
@@ -35,6 +36,10 @@ CASES: list[dict[str, Any]] = [
     {"query_keys": "patches", "num_queries": 9},
     {"query_keys": "all", "num_queries": 9},
     {"train_gain": False, "depth": 1, "center": "shared"},
+    {"num_queries": 0, "class_attention": 1, "layer_scale": 0.1},
+    SELFPATCH,
+    SELFPATCH | {"num_local": 0, "train_gain": False, "class_attention": 3},
+    SELFPATCH | {"anchor_weight": 1.0, "init": "weights.pth", "freeze_backbone_epochs": 0, "mlp": "gated"},
     {"anchor_weight": 1.0, "init": "weights.pth", "freeze_backbone_epochs": 0},
     {"position_embedding": "rotary", "mlp": "gated", "num_registers": 4, "layer_scale": 0.1, "masked_weight": 1.0},
 ]
@@ -88,7 +93,7 @@ def test_parameters_are_counted_exactly(case: dict[str, Any]) -> None:
     student = job.build(settings).student
     found = plan_cost.parameters(settings)
     assert found.backbone == sum(p.numel() for p in student.backbone.parameters())
-    assert found.head == sum(p.numel() for p in student.head.parameters())
+    assert found.head == sum(p.numel() for head in student.heads for p in head.parameters())
     assert found.trained == sum(p.numel() for p in student.parameters() if p.requires_grad)
     assert found.tensors == len(list(student.parameters()))
 
@@ -99,7 +104,7 @@ def test_parameters_of_the_known_sizes() -> None:
         assert found.backbone / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-@pytest.mark.parametrize("changes", [{}, {"train_gain": False, "masked_weight": 1.0, "center": "shared"}])
+@pytest.mark.parametrize("changes", [{}, {"train_gain": False, "masked_weight": 1.0, "center": "shared"}, SELFPATCH])
 def test_disk_is_what_a_run_takes(images: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     told = TINY | {"dim": 32, "num_prototypes": 512, "freeze_last_layer_epochs": 0} | changes
     run = package.pretrain(images / "train", out=tmp_path / "run", **told)
@@ -178,7 +183,7 @@ def test_the_benchmark_of_the_step_runs(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert not found["failed"], found["failed"]
     names = [row["name"] for row in found["rows"]]
-    assert [name.split()[0] for name in names] == ["plain", "DINO", "ADCLR", "iBOT", "ADCLR*"]
+    assert [name.split()[0] for name in names] == ["plain", "DINO", "ADCLR", "ADCLR+", "iBOT", "ADCLR*", "SelfPatch"]
     assert all(name in done.stdout for name in names)
     assert all(row["images_per_second"] > 0 for row in found["rows"])
     assert "images/s, ADCLR over plain DINO, ViT-S/16, batch 64" in found["ratios"]

@@ -72,15 +72,17 @@ def test_a_step_is_adamw_with_each_tensor_clipped_on_its_own_and_only_matrices_d
     assert 0 < clipped < len(before)
 
 
-def test_early_blocks_learn_more_slowly() -> None:
+@pytest.mark.parametrize("class_attention", [0, 1])
+def test_early_blocks_learn_more_slowly(class_attention: int) -> None:
     """The step of a parameter is that without layer decay, times the factor of its layer; so is its weight decay."""
     from adclr.training.job import build
 
     factors = {"backbone.blocks.0.": 0.25, "backbone.blocks.1.": 0.5, "backbone.norm": 1.0, "head": 1.0}
-    factors |= {"backbone.mask_token": 1.0, "backbone": 0.125}
+    factors |= {"backbone.mask_token": 1.0, "backbone.blocks_token_only.": 1.0}
+    factors |= {"backbone.cls_token": 1.0 if class_attention else 0.125, "backbone": 0.125}
     moved = []
     for layer_decay in (1.0, 0.5):
-        settings = tiny(masked_weight=1.0, layer_decay=layer_decay)
+        settings = tiny(masked_weight=1.0, num_queries=0, class_attention=class_attention, layer_decay=layer_decay)
         student = build(settings).student
         before = {name: p.detach().clone() for name, p in student.named_parameters()}
         for lr in (0.01, torch.tensor(0.01)):  # on a GPU it is a tensor

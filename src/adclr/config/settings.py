@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from adclr.config.combinations import refuse_class_attention, refuse_epochs, refuse_micro_batch
 from adclr.config.parsing import (
     VIT_SIZES,
     Beta,
@@ -140,6 +141,11 @@ class Model(Section):
     num_heads: Width | None = advanced(None, "heads instead of the size's")
     num_registers: int = advanced(0, "register tokens", ge=0, le=1024)
     layer_scale: Positive | None = advanced(None, "initial LayerScale; null: none")
+    class_attention: Annotated[int, Field(ge=0, le=100)] = advanced(
+        0,
+        "blocks after the others that alone have [CLS], which reads the patches there, as in SelfPatch, with 2; "
+        "0: [CLS] is in all blocks. Not with queries or registers, which stand beside [CLS] in the other blocks",
+    )
     drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(
         0.1, "drop path of the last block, linear in depth; student only"
     )
@@ -200,6 +206,17 @@ class Method(Section):
 
     query_weight: NonNegative = setting(0.5, "lambda, weight of the query loss")
     masked_weight: NonNegative = setting(0.0, "mu, weight of the masked-patch loss; 0: nothing is masked")
+    neighbor_weight: NonNegative = setting(
+        0.0,
+        "weight of SelfPatch's patch loss (0.1 there): a patch must predict the patches around it; "
+        "needs model.class_attention; 0: none",
+    )
+    num_neighbors: Annotated[int, Field(ge=1, le=8)] = advanced(
+        4, "of the eight patches around a patch, those most similar to it that its target is made of"
+    )
+    neighbor_prototypes: Annotated[int, Field(ge=2, le=2**24)] = advanced(
+        4096, "K of the second head, which the patch loss has for itself"
+    )
     queries_in_local_views: bool = advanced(False, "the student's local crops carry the queries too")
     center: Literal["separate", "shared"] = advanced(
         "separate", "one running center for each kind of token, or one for all: beside queries [CLS] collapses"
@@ -387,27 +404,16 @@ class Settings(Section):
                 "model.query_keys=all lets queries leak masked pixels; "
                 "set method.masked_weight=0 or another model.query_keys"
             )
-        if self.optim.warmup_epochs >= self.train.epochs:
-            raise ValueError(
-                f"optim.warmup_epochs={self.optim.warmup_epochs:g} leaves none of the {self.train.epochs} epochs; "
-                f"set optim.warmup_epochs={self.train.epochs / 10:g} or more train.epochs"
-            )
+        refuse_class_attention(
+            self.model.class_attention,
+            views.num_queries + self.model.num_registers,
+            self.model.position_embedding == "rotary",
+            self.method.neighbor_weight,
+            self.masked,
+            self.method.target,
+        )
         if self.method.anchor_weight and self.model.init is None:
             raise ValueError("method.anchor_weight anchors to given weights; set model.init too, or leave it out")
-        if self.frozen_epochs and self.model.init is None:
-            raise ValueError(
-                "optim.freeze_backbone_epochs would freeze random numbers; set model.init too, or leave it out"
-            )
-        if self.frozen_epochs >= self.train.epochs:
-            raise ValueError(
-                f"optim.freeze_backbone_epochs={self.frozen_epochs:g} leaves none of the {self.train.epochs} epochs; "
-                f"set optim.freeze_backbone_epochs={self.train.epochs / 10:g} or more train.epochs"
-            )
-        micro = self.train.micro_batch_size
-        if micro and self.train.batch_size % micro:
-            fits = max(m for m in range(1, micro + 1) if self.train.batch_size % m == 0)
-            raise ValueError(
-                f"train.micro_batch_size={micro} does not divide train.batch_size={self.train.batch_size}; "
-                f"set train.micro_batch_size={fits}"
-            )
+        refuse_epochs(self.train.epochs, self.optim.warmup_epochs, self.frozen_epochs, self.model.init is not None)
+        refuse_micro_batch(self.train.batch_size, self.train.micro_batch_size)
         return self

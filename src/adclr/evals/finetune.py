@@ -101,6 +101,9 @@ class Classifier(nn.Module):
     def __init__(self, vit: VisionTransformer, num_classes: int, pool: Pool, seed: int) -> None:
         super().__init__()
         self.vit, self.pool = vit, pool
+        if pool == "mean_patch":  # class attention does not take part: the loss has no gradient for it
+            vit.blocks_token_only.requires_grad_(False)
+            vit.cls_token.requires_grad_(not vit.class_attention)
         self.head = nn.Linear(vit.dim, num_classes)
         generator = torch.Generator().manual_seed(combine(seed, key_of("head")) % 2**63)
         nn.init.trunc_normal_(self.head.weight, std=0.02 * HEAD_SCALE, generator=generator)

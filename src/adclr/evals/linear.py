@@ -104,7 +104,8 @@ class Grid:
 def pool(vit: VisionTransformer, settings: LinearSettings, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
     """Return the function from normalized images to features, float32."""
     small = vit.dim <= SMALL_WIDTH
-    blocks = min(vit.depth, settings.num_blocks or (4 if small else 1))
+    # with class attention [CLS] is of the last block alone, as DINO's program takes it of networks like that
+    blocks = min(vit.depth, settings.num_blocks or (4 if small and not vit.class_attention else 1))
     mean_patch = not small if settings.mean_patch is None else settings.mean_patch
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ class Pyramid(nn.Module):
         grid = self.vit.grid_of(images.shape[-2], images.shape[-1])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if windows is None:
-                tokens = self.vit.intermediate(images, self.blocks, self.normed, path_scales)
+                tokens = self.vit.intermediate(images, self.blocks, self.normed, path_scales, needs_cls=False)
                 patches = [block_tokens.patches for block_tokens in tokens]
             else:
                 patches = self.vit.in_windows(images, self.blocks, windows, self.normed, path_scales)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,14 @@ def load(name: str, device: torch.device) -> Weights:
         raise UserError(f"{name} has model.query_keys=all, so that nothing can be read before its queries; use others")
     weights.vit.to(device)
     return weights
+
+
+def short_name(weights: str) -> str:
+    """Return the name of weights in pictures: the last part of their path that tells one run from another."""
+    path = Path(weights)
+    for last in ("backbone.safetensors", "run"):
+        path = path.parent if path.name == last and path.parent.name else path
+    return path.name
 
 
 class InputImage(NamedTuple):

@@ -15,6 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from adclr.config.parsing import Count, Device, Ratio, Section, Share, Side, UserError
+from adclr.data.decode import Pixels
 from adclr.data.random_draws import key_of
 from adclr.features import analysis, drawing
 from adclr.features.analysis import Box, Floats, InputImage
@@ -141,6 +142,9 @@ class QueriesSettings(FigureSettings):
     across: Annotated[int, Field(ge=0, le=12)] = Field(
         4, description="images, spread over those shown, whose first queries are asked in all of these; 0: none"
     )
+    against: str | None = Field(
+        None, description="a second W, whose attention stands below that of the first in queries_against.png"
+    )
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block
 
 def draw_queries(weights: Weights, images: Sequence[InputImage], settings: QueriesSettings, out: Path) -> Figure:
     """Draw the attention of the queries of each image in it, and the first query of some images in all of these."""
+    other = _load_other(weights, images, settings)
     cells, rows, boxes = [], [], [_query_boxes(image, settings) for image in images]
     on_sheet = drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, image in enumerate(track(images, "queries", len(images))):
@@ -192,15 +197,18 @@ def draw_queries(weights: Weights, images: Sequence[InputImage], settings: Queri
         if number in on_sheet:
             cells.append(maps.cells(CELL))
         rows.append({"name": image.name, "boxes": boxes[number], "peaks": maps.attention.max(axis=(1, 2)).tolist()})
-    limits = _sheet_limits(len(images))
+    limits, totals = _sheet_limits(len(images)), dict[str, Any]()
     sheets = {
         "queries.png": drawing.compose_sheet(cells, [images[number].name for number in on_sheet], QUERY_BAR, limits)
     }
     if settings.across and len(images) > 1:
         numbers = drawing.spread_evenly(len(images), settings.across)
         first_boxes = [boxes[number][0] for number in numbers]
-        sheets["queries_across.png"] = _draw_across(weights, [images[n] for n in numbers], first_boxes, settings.block)
-    return Figure(sheets, rows, limits=limits)
+        asked = [images[n] for n in numbers], first_boxes, settings.block
+        sheets["queries_across.png"] = _draw_across(weights, *asked)
+        if other is not None:
+            sheets["queries_against.png"], totals = _draw_against([weights, other], *asked)
+    return Figure(sheets, rows, totals, limits)
 
 
 def _query_boxes(image: InputImage, settings: QueriesSettings) -> list[Box]:
@@ -236,6 +244,61 @@ def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence
         rows += [upper, lower]
         names += [query_image.name, ""]
     return drawing.compose_sheet(rows, names, QUERY_BAR)
+
+
+def _load_other(weights: Weights, images: Sequence[InputImage], settings: QueriesSettings) -> Weights | None:
+    """Return the second network; refuse one that cannot be shown beside the first."""
+    if settings.against is None:
+        return None
+    if not settings.across or len(images) < 2:
+        raise UserError("against compares networks in several images; give two images or more, and across=2 or more")
+    other = analysis.load(settings.against, weights.vit.cls_token.device)
+    if other.vit.num_channels != weights.vit.num_channels:
+        raise UserError(f"{settings.against} takes images of {other.vit.num_channels} channels; choose other weights")
+    if not -other.vit.depth <= settings.block < other.vit.depth:
+        raise UserError(f"{settings.against} has no block {settings.block}; write one of its {other.vit.depth}")
+    return other
+
+
+def _draw_against(
+    networks: Sequence[Weights], images: Sequence[InputImage], boxes: Sequence[Box], block: int
+) -> tuple[Image.Image, dict[str, Any]]:
+    """Draw a row for each network: `[CLS]` of every image, then the query of each image in every image.
+
+    The numbers are the peaks of the attention, as multiples of the mean of all patches.
+    """
+    names = [analysis.short_name(weights.report.source if weights.report else "") for weights in networks]
+    shown = [drawing.display_image(image.pixels, CELL) for image in images]
+    own_images, memories = [], []
+    for weights in networks:  # whose patches may be of different sizes
+        patch = weights.vit.patch_size
+        own_images.append([analysis.prepare_image(x.name, x.pixels, min(x.pixels.shape[1:]), patch) for x in images])
+        memories.append([analysis.read_memory(weights, image) for image in own_images[-1]])
+
+    def attend(network: int, crops: Pixels | None) -> list[Floats]:
+        pairs = zip(own_images[network], memories[network], strict=True)
+        return [analysis.attend(networks[network], *pair, crops, block)[0][0, 0] for pair in pairs]
+
+    rows, row_names = [], []
+    numbers: list[dict[str, Any]] = []
+    for number, name in enumerate(names):
+        maps = attend(number, None)
+        cells = [Cell(drawing.overlay_attention(s, m), "[CLS]", _peak(m)) for s, m in zip(shown, maps, strict=True)]
+        rows.append([Cell(Image.new("RGB", (1, 1), drawing.PAPER)), *cells])
+        row_names.append(name)
+        numbers.append({"weights": name, "cls": [float(m.max()) for m in maps], "queries": []})
+    for asked, (image, box) in enumerate(zip(images, boxes, strict=True)):
+        relations = [class_relation(image, other) for other in images]
+        for number, name in enumerate(names):
+            maps = attend(number, own_images[number][asked].crop(box, networks[number].vit.patch_size)[None])
+            query = Cell(drawing.outline_boxes(shown[asked], [box]), "query", color=drawing.mark(0))
+            parts = zip(shown, maps, relations, strict=True)
+            rows.append([query, *(Cell(drawing.overlay_attention(s, m), word, _peak(m)) for s, m, word in parts)])
+            row_names.append(name)
+            query_row = {"image": image.name, "peaks": [float(m.max()) for m in maps], "relations": relations}
+            numbers[number]["queries"].append(query_row)
+    against = {"images": [image.name for image in images], "networks": numbers}
+    return drawing.compose_sheet(rows, row_names, ATTENTION), {"against": against}
 
 
 def class_relation(query: InputImage, other: InputImage) -> str:

@@ -34,7 +34,7 @@ FIGURES: dict[str, tuple[type[FigureSettings], Callable[..., Figure]]] = {
 }
 # files of all images, by the name of the figure
 SHEETS = {name: (f"{name}.png",) for name in ("attention", "pca", "match")} | {
-    "queries": ("queries.png", "queries_across.png")
+    "queries": ("queries.png", "queries_across.png", "queries_against.png")
 }
 
 
@@ -53,6 +53,9 @@ def write_figures(
     depth = loaded.vit.depth
     if not -depth <= settings.block < depth:
         raise UserError(f"these weights have {depth} blocks, and no block {settings.block}; write 0 to {depth - 1}")
+    with_cls = loaded.vit.class_attention or depth
+    if name == "attention" and settings.block % depth < depth - with_cls:
+        raise UserError(f"these weights have [CLS] in the last {with_cls} blocks only; write block={-with_cls} to -1")
     inputs = _read_inputs(source, loaded, settings)
     files = [picture_file(out, number, image, name) for number, image in enumerate(inputs)]
     outputs.check_overwrite("visualize", files, overwrite, record)

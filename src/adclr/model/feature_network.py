@@ -22,6 +22,7 @@ class FeatureNetwork(nn.Module):
         self.network, self.name = network, name
         self.input_size, self.num_channels = input_size, num_channels
         self.num_prefix, self.depth = 1, 1  # `cls`; its features count as those of one block
+        self.class_attention = 0  # see `VisionTransformer`
         self._grids: dict[tuple[int, int], tuple[int, int]] = {}  # by the size of the images
         tokens = self._probe(*input_size)
         self.dim, self.map_dim = tokens.cls.shape[-1], tokens.patches.shape[-1]

@@ -1,4 +1,4 @@
-"""The projection head, shared by `[CLS]`, queries and patches."""
+"""The projection head, shared by `[CLS]`, queries and patches, and a backbone with its heads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from adclr.model.vit import VisionTransformer
 
 
 class ProjectionHead(nn.Module):
@@ -68,3 +70,20 @@ class Prototypes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """...×256 -> ...×K logits."""
         return F.linear(x, self.matrix())
+
+
+class Branch(nn.Module):
+    """A backbone with its head, and perhaps a second one for the neighbor loss: the student or the teacher."""
+
+    def __init__(
+        self, backbone: VisionTransformer, head: ProjectionHead, patch_head: ProjectionHead | None = None
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.patch_head = patch_head
+
+    @property
+    def heads(self) -> list[ProjectionHead]:
+        """Return the one or two heads."""
+        return [self.head] if self.patch_head is None else [self.head, self.patch_head]

@@ -1,10 +1,12 @@
 """Centers, targets and the losses, in plain PyTorch.
 
-H(p_t, p_s) = -sum_k p_t[k] log p_s[k], always in float32: a temperature of 0.04 magnifies the rounding of bfloat16
+H(p_t, p_s) = -sum_k p_t[k] log p_s[k], at least in float32: a temperature of 0.04 magnifies the rounding of bfloat16
 logits too much.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,13 @@ from torch import Tensor, nn
 from adclr.system import distributed
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def soft_cross_entropy(target: Tensor, logits: Tensor, temperature: float) -> Tensor:
     """Return H(target, softmax(logits / temperature)) of each row: ...×K, ...×K -> ..."""
-    return -(target * F.log_softmax(logits.float() / temperature, dim=-1)).sum(dim=-1)
+    return -(target * F.log_softmax(_at_least_float32(logits) / temperature, dim=-1)).sum(dim=-1)
 
 
 def paired_loss(targets: Tensor, logits: Tensor, temperature: float) -> Tensor:
@@ -38,9 +44,20 @@ def paired_loss(targets: Tensor, logits: Tensor, temperature: float) -> Tensor:
 def masked_loss(targets: Tensor, logits: Tensor, weights: Tensor, temperature: float) -> Tensor:
     """Return the sum of H over masked patches, each times its weight, 1 / (masked patches of its view · B · V).
 
-    targets, logits: M×K; weights: M. Without masked patches it is 0, still part of the graph.
+    targets, logits: M×K; weights: M. Without masked patches it is 0, still part of the graph. The neighbor loss is the
+    same sum over all patches, see `neighbor_weights`.
     """
     return (soft_cross_entropy(targets, logits, temperature) * weights).sum()
+
+
+def neighbor_weights(batch: int, patches: Sequence[int], num_views: Sequence[int], like: Tensor) -> Tensor:
+    """Return the weight of every patch in the neighbor loss, 1 / (its view's patches · B · V).
+
+    `patches` and `num_views` are those of the views of each size; so every view counts the same.
+    """
+    views = sum(num_views)
+    sizes = zip(patches, num_views, strict=True)
+    return torch.cat([like.new_full((n * count * batch,), 1 / (n * batch * views)) for n, count in sizes])
 
 
 def anchor_loss(patches: Tensor, anchor: Tensor) -> Tensor:
@@ -86,7 +103,7 @@ class Center(nn.Module):
 
     def targets(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
         """Return centered and sharpened probabilities, n×K."""
-        return F.softmax((logits.float() - self.value) / temperature, dim=-1)
+        return F.softmax((_at_least_float32(logits) - self.value) / temperature, dim=-1)
 
     @torch.no_grad()
     def observe(self, mean: Tensor, count: int) -> None:

@@ -1,24 +1,27 @@
 """The method: a student, a teacher that is its moving average, and up to three losses between them.
 
-Without queries it is DINO; without queries and with masks, iBOT; with queries, ADCLR; with both, ADCLR*.
+Without queries it is DINO; without queries and with masks, iBOT; with queries, ADCLR; with both, ADCLR*; without either
+and with class attention and the neighbor loss, SelfPatch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from adclr.model.heads import Branch as Branch
 from adclr.model.heads import ProjectionHead
-from adclr.model.losses import Center, anchor_loss, masked_loss, paired_loss, sinkhorn
+from adclr.model.losses import Center, anchor_loss, masked_loss, neighbor_weights, paired_loss, sinkhorn
 from adclr.model.ops import head_loss
-from adclr.model.view_tensors import Masks, Views
+from adclr.model.view_tensors import Views
 from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 
-Kind = Literal["global", "query", "masked"]
+Kind = Literal["global", "query", "masked", "neighbor"]
 
 KERNEL_TEMPERATURE = 0.07  # of the teacher in the fused loss; others are reached by scaling its logits
 
@@ -30,6 +33,7 @@ class Losses(NamedTuple):
     global_: Tensor
     query: Tensor
     masked: Tensor
+    neighbor: Tensor
     entropy: Tensor  # of the teacher's [CLS] targets, as a share of log K: 1 if uniform, 0 if one-hot
 
 
@@ -44,6 +48,7 @@ class Outputs(NamedTuple):
     anchored: Tensor | None  # V×(B·A)×K, for the student (V+1)×(B·A)×K
     query: Tensor | None  # V×(B·(Q-A))×K
     masked: Tensor | None  # M×K
+    neighbor: Tensor | None = None  # all patches of all views × K of the second head
 
 
 class Projections(NamedTuple):
@@ -51,15 +56,7 @@ class Projections(NamedTuple):
 
     rows: Tensor  # rows×256, of unit length
     sizes: tuple[int, int, int, int]  # rows of each kind
-
-
-class Branch(nn.Module):
-    """A backbone with its head: the student or the teacher."""
-
-    def __init__(self, backbone: VisionTransformer, head: ProjectionHead) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = head
+    patches: Tensor | None = None  # by the second head: a row for each patch of the global views, then the local ones
 
 
 class ADCLR(nn.Module):
@@ -72,6 +69,8 @@ class ADCLR(nn.Module):
         *,
         query_weight: float = 0.5,
         masked_weight: float = 0.0,
+        neighbor_weight: float = 0.0,
+        num_neighbors: int = 4,
         student_temperature: float = 0.1,
         center_momentum: float = 0.9,
         center: Literal["separate", "shared"] = "separate",
@@ -85,7 +84,8 @@ class ADCLR(nn.Module):
         self.student, self.teacher = student, teacher
         self.teacher.load_state_dict(self.student.state_dict())
         self.teacher.requires_grad_(False)
-        self.query_weight, self.masked_weight = query_weight, masked_weight
+        self.query_weight, self.masked_weight, self.neighbor_weight = query_weight, masked_weight, neighbor_weight
+        self.num_neighbors = num_neighbors if neighbor_weight else 0
         self.anchor, self.anchor_weight = anchor, anchor_weight
         if self.anchor is not None:
             self.anchor.requires_grad_(False)
@@ -96,6 +96,9 @@ class ADCLR(nn.Module):
         self.num_prototypes = student.head.last_layer.direction.shape[0]
         kinds = ("shared",) if center == "shared" else ("global", "query", "masked")
         self.centers = nn.ModuleDict({kind: Center(self.num_prototypes, center_momentum) for kind in kinds})
+        if self.num_neighbors:
+            assert student.patch_head is not None
+            self.centers["neighbor"] = Center(student.patch_head.last_layer.direction.shape[0], center_momentum)
         self.train()
 
     def center(self, kind: Kind) -> Center:
@@ -125,7 +128,7 @@ class ADCLR(nn.Module):
         else:
             targets = self.teacher_targets(views, teacher_temperature, query_temperature)
             student, patches = self._project_student(views)
-            losses = self._plain_losses(targets, self.student_logits(views, student), views.masks)
+            losses = self._plain_losses(targets, self.student_logits(views, student), views)
         if self.anchor is None:
             return losses
         anchor = self.anchor_weight * anchor_loss(patches, self._anchor_patches(self.anchor, views))
@@ -145,11 +148,17 @@ class ADCLR(nn.Module):
 
     @torch.no_grad()
     def _project_teacher(self, views: Views) -> Projections:
-        """Run the teacher on the unmasked global views; the centers observe all patches, masked or not."""
-        crops, head = views.global_crops, self.teacher.head
+        """Run the teacher on the unmasked global views; the centers observe all patches, masked or not.
+
+        The neighbor loss alone needs its local views too.
+        """
+        crops, head, around = views.global_crops, self.teacher.head, self.num_neighbors
         queries = _repeat_for_views(views.queries, crops.shape[0])
-        batch = Input(crops.flatten(0, 1), queries, patches=views.masks is not None)
-        (tokens,) = self.teacher.backbone.forward_many([batch])
+        inputs = [Input(crops.flatten(0, 1), queries, patches=views.masks is not None, num_neighbors=around)]
+        if around and views.local_crops is not None:
+            inputs.append(Input(views.local_crops.flatten(0, 1), patches=False, num_neighbors=around))
+        outputs = self.teacher.backbone.forward_many(inputs)
+        tokens = outputs[0]
         cls = head.project(tokens.cls)
         query = masked = cls[:0]
         self._observe("global", cls)
@@ -160,12 +169,17 @@ class ADCLR(nn.Module):
             patches = head.project(tokens.patches.flatten(0, 1))
             self._observe("masked", patches)
             masked = patches[views.masks.index]
-        return self._order_rows(cls, query, masked, views)
+        projections = self._order_rows(cls, query, masked, views)
+        if not around:
+            return projections
+        patches = _project_patches(self.teacher, [part.neighbors for part in outputs])
+        self._observe("neighbor", patches, self.teacher.patch_head)
+        return projections._replace(patches=patches)
 
-    def _observe(self, kind: Kind, projected: Tensor) -> None:
+    def _observe(self, kind: Kind, projected: Tensor, head: ProjectionHead | None = None) -> None:
         """Update a center's sums. The prototypes are linear: the mean of the logits is the logits of the mean."""
         if self.target == "center":
-            head = self.teacher.head
+            head = head or self.teacher.head
             with torch.autocast(projected.device.type, enabled=False):
                 mean = projected.mean(dim=0, dtype=head.last_layer.direction.dtype)
                 self.center(kind).observe(head.prototypes(mean), projected.shape[0])
@@ -178,11 +192,13 @@ class ADCLR(nn.Module):
         crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
         queries = _repeat_for_views(views.queries, crops.shape[0])
-        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=mask is not None or self.anchor is not None)]
+        all_patches = self.num_neighbors > 0
+        needs_patches = mask is not None or all_patches or self.anchor is not None
+        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=needs_patches)]
         if views.local_crops is not None:
             local = views.local_crops
             queries = _repeat_for_views(views.queries, local.shape[0]) if self.queries_in_local_views else None
-            inputs.append(Input(local.flatten(0, 1), queries, patches=False))
+            inputs.append(Input(local.flatten(0, 1), queries, patches=all_patches))
         outputs = self.student.backbone.forward_many(inputs)
         cls = torch.cat([tokens.cls for tokens in outputs])
         rows = [cls]
@@ -193,7 +209,11 @@ class ADCLR(nn.Module):
         projected = self.student.head.project(torch.cat(rows))
         sizes = [len(cls), num_queries, len(projected) - len(cls) - num_queries]
         cls, query, masked = projected.split_with_sizes(sizes)
-        return self._order_rows(cls, query, masked, views, projected), outputs[0].patches
+        projections = self._order_rows(cls, query, masked, views, projected)
+        if all_patches:
+            patches = _project_patches(self.student, [tokens.patches for tokens in outputs])
+            projections = projections._replace(patches=patches)
+        return projections, outputs[0].patches
 
     def _order_rows(
         self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None
@@ -223,7 +243,7 @@ class ADCLR(nn.Module):
     ) -> Outputs:
         """Return the probabilities that the student learns to predict."""
         projections = self._project_teacher(views)
-        logits = self._split_kinds(self.teacher.head.prototypes(projections.rows), projections, views)
+        logits = self._split_kinds(self.teacher, projections, views)
 
         def targets(kind: Kind, logits: Tensor | None) -> Tensor | None:
             if logits is None:
@@ -249,16 +269,20 @@ class ADCLR(nn.Module):
             targets("query", logits.anchored),
             targets("query", logits.query),
             targets("masked", logits.masked),
+            targets("neighbor", logits.neighbor),
         )
 
     def student_logits(self, views: Views, projections: Projections | None = None) -> Outputs:
         """Return the student's logits; of its projections, if they are there already."""
         if projections is None:
             projections, _ = self._project_student(views)
-        return self._split_kinds(self.student.head.prototypes(projections.rows), projections, views)
+        return self._split_kinds(self.student, projections, views)
 
-    def _split_kinds(self, logits: Tensor, projections: Projections, views: Views) -> Outputs:
-        """rows×K -> outputs by kind."""
+    def _split_kinds(self, branch: Branch, projections: Projections, views: Views) -> Outputs:
+        """Return the logits of a branch by kind."""
+        logits, neighbor = branch.head.prototypes(projections.rows), None
+        if projections.patches is not None:
+            neighbor = branch.heads[-1].prototypes(projections.patches)
         batch, width = views.global_crops.shape[1], logits.shape[-1]
         cls, anchored, query, masked = logits.split_with_sizes(projections.sizes)
         num_anchored = min(self.anchored_queries, views.num_queries)
@@ -268,11 +292,12 @@ class ADCLR(nn.Module):
             anchored.view(-1, batch * num_anchored, width) if num_anchored else None,
             query.view(-1, batch * num_others, width) if num_others else None,
             None if views.masks is None else masked,
+            neighbor,
         )
 
-    def _plain_losses(self, targets: Outputs, logits: Outputs, masks: Masks | None) -> Losses:
-        temperature = self.student_temperature
-        query = masked = logits.global_.new_zeros((), dtype=torch.float32)
+    def _plain_losses(self, targets: Outputs, logits: Outputs, views: Views) -> Losses:
+        temperature, masks = self.student_temperature, views.masks
+        query = masked = neighbor = logits.global_.new_zeros((), dtype=torch.float32)
         global_ = paired_loss(targets.global_, logits.global_, temperature)
         num_queries = sum(part.shape[1] for part in (targets.anchored, targets.query) if part is not None)
         for target, prediction in ((targets.anchored, logits.anchored), (targets.query, logits.query)):
@@ -284,8 +309,19 @@ class ADCLR(nn.Module):
             assert masks is not None
             masked = masked_loss(targets.masked, logits.masked, masks.weight, temperature)
         total = global_ + self.query_weight * query + self.masked_weight * masked
+        if logits.neighbor is not None:
+            assert targets.neighbor is not None
+            neighbor = masked_loss(targets.neighbor, logits.neighbor, self._neighbor_weights(views), temperature)
+            total = total + self.neighbor_weight * neighbor
         entropy = torch.special.entr(targets.global_).sum(dim=-1).mean() / math.log(self.num_prototypes)
-        return Losses(total, global_, query, masked, entropy)
+        return Losses(total, global_, query, masked, neighbor, entropy)
+
+    def _neighbor_weights(self, views: Views) -> Tensor:
+        """Return the weight of each row of `Projections.patches` in the neighbor loss."""
+        crops = [part for part in (views.global_crops, views.local_crops) if part is not None]
+        grids = [self.student.backbone.grid_of(part.shape[3], part.shape[4]) for part in crops]
+        patches, num_views = [rows * columns for rows, columns in grids], [len(part) for part in crops]
+        return neighbor_weights(views.global_crops.shape[1], patches, num_views, views.global_crops)
 
     # -- losses with kernels --
 
@@ -326,7 +362,24 @@ class ADCLR(nn.Module):
         )
         global_, *of_queries, masked = result.losses
         query = of_queries[0] * share + of_queries[1] * (1 - share) if share else of_queries[0]
-        return Losses(result.total, global_, query, masked, result.entropy)
+        total, neighbor = result.total, torch.zeros_like(masked)
+        if student.patches is not None and teacher.patches is not None:
+            part_total, neighbor = self._fused_neighbor_loss(teacher.patches, student.patches, views, scale)
+            total = total + part_total
+        return Losses(total, global_, query, masked, neighbor, result.entropy)
+
+    def _fused_neighbor_loss(
+        self, teacher: Tensor, student: Tensor, views: Views, scale: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the neighbor loss of rows×256, weighted and not; `scale` is that of the teacher's logits."""
+        prototypes, teacher_prototypes = (
+            branch.heads[-1].last_layer.matrix() for branch in (self.student, self.teacher)
+        )
+        center, weights = self.center("neighbor").value * scale, self._neighbor_weights(views)
+        part = head_loss.Part(len(student), 1, center, self.neighbor_weight, weights)
+        temperatures = self.student_temperature, KERNEL_TEMPERATURE
+        result = head_loss.head_loss(student, prototypes, teacher * scale, teacher_prototypes, [part], *temperatures)
+        return result.total, result.losses[0]
 
     # -- after the step --
 
@@ -346,14 +399,19 @@ class ADCLR(nn.Module):
         """
         keep = torch.where(ok, momentum, 1.0).to(torch.float32)
         teacher, student = (
-            [distributed.local_tensor(p) for p in (branch.head if head_only else branch).parameters()]
-            for branch in (self.teacher, self.student)
+            [distributed.local_tensor(p) for module in modules for p in module.parameters()]
+            for modules in ((b.heads if head_only else [b]) for b in (self.teacher, self.student))
         )
         torch._foreach_mul_(teacher, keep)
         torch._foreach_add_(teacher, list(torch._foreach_mul(student, 1 - keep)))
         for center in self.centers.values():
             assert isinstance(center, Center)
             center.update(ok)
+
+
+def _project_patches(branch: Branch, parts: Sequence[Tensor | None]) -> Tensor:
+    """Return the projections of patches by the second head, of all views one after the other: views×N×D -> rows×256."""
+    return branch.heads[-1].project(torch.cat([part.flatten(0, 1) for part in parts if part is not None]))
 
 
 def _repeat_for_views(queries: Tensor | None, num_views: int) -> Tensor | None:

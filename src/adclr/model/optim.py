@@ -27,9 +27,14 @@ def warmup_cosine(step: int, warmup: int, total: int, peak: float, final: float)
 UNDECAYED = ("cls_token", "reg_token", "pos_embed")
 
 
-def layer_of(name: str, depth: int) -> int:
-    """Return the layer of a parameter of a ViT: 0 is the embedding, block i is i + 1, all else is depth + 1."""
+def layer_of(name: str, depth: int, class_attention: bool = False) -> int:
+    """Return the layer of a parameter of a ViT: 0 is the embedding, block i is i + 1, all else is depth + 1.
+
+    With class attention `[CLS]` is of the last layer too, as the blocks that make it.
+    """
     first, _, rest = name.partition(".")
+    if class_attention and first == "cls_token":
+        return depth + 1
     if first in (*UNDECAYED, "patch_embed"):
         return 0
     return int(rest.partition(".")[0]) + 1 if first == "blocks" else depth + 1
@@ -42,11 +47,13 @@ def layer_decay_groups(
 
     Layer 0 is the embedding, block i is layer i + 1, the final norm and the head are layer depth + 1; the learning rate
     of a layer is `layer_decay` times that of the next. Tokens, position embeddings, norms and biases have no weight
-    decay.
+    decay. Class-attention blocks, and with them `[CLS]`, are of the last layer too.
     """
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
-    for name, parameter in named:
-        layer = layer_of(name, depth)
+    parameters = list(named)
+    class_attention = any(name.startswith("blocks_token_only.") for name, _ in parameters)
+    for name, parameter in parameters:
+        layer = layer_of(name, depth, class_attention)
         decayed = parameter.ndim > 1 and name.partition(".")[0] not in UNDECAYED
         group = {
             "params": [],

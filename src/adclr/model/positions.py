@@ -32,7 +32,7 @@ Grid = tuple[int, int]
 
 
 @lru_cache(maxsize=128)  # images of any size have many grids, and a matrix is a few MB
-def resampling_matrix(stored: Grid, target: Grid, mode: PositionResampling, device: torch.device) -> Tensor:
+def _resampling_matrix(stored: Grid, target: Grid, mode: PositionResampling, device: torch.device) -> Tensor:
     """Return the matrix that resamples a grid: on a GPU the gradient of `F.interpolate` is not deterministic."""
     count = stored[0] * stored[1]
     with torch.no_grad(), torch.inference_mode(False):
@@ -43,6 +43,18 @@ def resampling_matrix(stored: Grid, target: Grid, mode: PositionResampling, devi
         else:
             resampled = F.interpolate(basis, size=target, mode="bicubic", antialias=mode == "antialias")
         return resampled.view(count, -1).T.contiguous().to(device)
+
+
+def resample_positions(
+    stored: Tensor, num_prefix: int, stored_grid: Grid, grid: Grid, mode: PositionResampling
+) -> Tensor:
+    """Return the positions of `num_prefix` tokens and of a grid of patches, from those stored for another grid."""
+    if grid == stored_grid:
+        return stored
+    prefix, patches = stored[:, :num_prefix], stored[:, num_prefix:]
+    matrix = _resampling_matrix(stored_grid, grid, mode, stored.device)
+    with torch.autocast(stored.device.type, enabled=False):
+        return torch.cat([prefix, matrix.to(stored.dtype) @ patches], dim=1)
 
 
 # -- rotary positions --

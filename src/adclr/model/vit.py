@@ -2,13 +2,14 @@
 
 Shape letters of the whole package: B images, V views, Q queries, N patches, T tokens of a sequence, D width, H heads,
 K prototypes, C channels, R registers, P side of a patch in pixels. A sequence is `[CLS]`, registers if any, patches
-and queries, in this order; all but the queries are image tokens. State-dict keys are timm's.
+and queries, in this order; all but the queries are image tokens. With class attention the sequence has no `[CLS]`,
+which `class_attention.py` makes of the patches at the end. State-dict keys are timm's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from adclr.model.blocks import (
     QueryKeys,
     RunBlock,
     clear_queries,
-    expand_to_tokens,
     groups_without_patches,
     partition_windows,
     run_block,
@@ -31,46 +31,23 @@ from adclr.model.blocks import (
     split_groups,
     to_autocast_dtype,
 )
+from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
+from adclr.model.drop_path import draw_drop_path, drop_path_of_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import norm
 from adclr.model.ops.rotation import Rotation
 from adclr.model.positions import (
     PositionEmbedding,
     PositionResampling,
-    resampling_matrix,
+    resample_positions,
     rotation_of_groups,
     rotation_of_windows,
 )
-
-# options that a ViT of the same shape has too, see `VisionTransformer.like`
-LIKE: tuple[str, ...] = ("num_registers", "layer_scale", "query_keys", "position_resampling", "num_channels")
-LIKE += ("norm_eps", "query_read_only_blocks", "position_embedding", "mlp")
-
-
-class Tokens(NamedTuple):
-    """The output tokens by name, after the final norm."""
-
-    cls: Tensor  # B×D
-    patches: Tensor  # B×N×D; N is 0 where `Input.patches` is false
-    queries: Tensor | None  # B×Q×D
-    registers: Tensor | None  # B×R×D
-
-
-class Input(NamedTuple):
-    """The input of one forward pass."""
-
-    images: Tensor  # B×C×height×width
-    queries: Tensor | None = None  # B×Q×C×P×P
-    mask: Tensor | None = None  # B×N, true where a patch is masked
-    patches: bool = True  # whether to return patches and registers; without them the last block is cheaper
-
-
-class Memory(NamedTuple):
-    """Keys and values of images, as in a KV cache: enough to run any queries on them later."""
-
-    keys: list[Tensor]  # of each block, B×H×T×(D/H)
-    values: list[Tensor]
-    tokens: Tokens
+from adclr.model.shape import SHAPE, check_shape
+from adclr.model.tokens import Input as Input
+from adclr.model.tokens import Memory as Memory
+from adclr.model.tokens import Tokens as Tokens
+from adclr.model.tokens import name_tokens
 
 
 class VisionTransformer(nn.Module):
@@ -78,7 +55,9 @@ class VisionTransformer(nn.Module):
 
     With registers `[CLS]` has no position embedding, as in timm's register models. `input_size` is the (height, width)
     for which position embeddings are stored; any other size divisible by P works too. Rotary positions, DINOv3's, are
-    not stored: they turn the attention queries and keys of patches, and attention keys have no bias.
+    not stored: they turn the attention queries and keys of patches, and attention keys have no bias. With
+    `class_attention` blocks, `[CLS]` is made by them at the end, of the patches alone; LayerScale begins at 1 in them
+    if there is none elsewhere.
     """
 
     def __init__(
@@ -97,18 +76,14 @@ class VisionTransformer(nn.Module):
         num_channels: int = 3,
         norm_eps: float = 1e-6,
         query_read_only_blocks: int = 0,
+        class_attention: int = 0,
         position_embedding: PositionEmbedding = "learned",
         mlp: MlpKind = "plain",
     ) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide the width {dim}")
-        if position_embedding == "rotary" and dim // num_heads % 4:
-            raise ValueError(f"rotary positions need heads whose width is divisible by 4, not {dim // num_heads}")
-        if not 0 <= query_read_only_blocks <= depth:
-            raise ValueError(f"query_read_only_blocks is {query_read_only_blocks} where there are {depth} blocks")
-        if query_read_only_blocks and query_keys in ("image_and_self", "all"):
-            raise ValueError(f"query_read_only_blocks needs queries that do not attend to queries, not {query_keys=}")
+        learned = position_embedding == "learned"
+        queries = (query_keys, query_read_only_blocks)
+        check_shape(dim, depth, num_heads, num_registers, *queries, class_attention, rotary=not learned)
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
@@ -120,9 +95,9 @@ class VisionTransformer(nn.Module):
         self.position_embedding: PositionEmbedding = position_embedding
         self.mlp: MlpKind = mlp
         self.grid = self.grid_of(height, width)
-        self.num_prefix = 1 + num_registers
-        learned = position_embedding == "learned"
-        self.positioned_prefix = 1 if learned and not num_registers else 0
+        self.class_attention = class_attention
+        self.num_prefix = 0 if class_attention else 1 + num_registers
+        self.positioned_prefix = 1 if learned and not num_registers and not class_attention else 0
         self.patch_embed = PatchEmbed(patch_size, num_channels, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.reg_token = nn.Parameter(torch.zeros(1, num_registers, dim)) if num_registers else None
@@ -132,6 +107,9 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(dim, Attention(dim, num_heads, query_keys, self.num_prefix, learned), layer_scale, norm_eps, mlp)
             for _ in range(depth)
+        )
+        self.blocks_token_only = nn.ModuleList(
+            ClassAttentionBlock(dim, num_heads, layer_scale or 1.0, norm_eps) for _ in range(class_attention)
         )
         self.drop_path = drop_path  # rate of the last block; linear from 0 in the first
         self.run_block: RunBlock = run_block  # for `forward_many`
@@ -156,8 +134,7 @@ class VisionTransformer(nn.Module):
 
     def like(self) -> VisionTransformer:
         """Return a ViT of the same shape with new weights, the baseline to compare these weights with."""
-        shape = (self.dim, self.depth, self.num_heads, self.patch_size, self.input_size)
-        return VisionTransformer(*shape, **{name: getattr(self, name) for name in LIKE})
+        return VisionTransformer(**{name: getattr(self, name) for name in SHAPE})
 
     def _clears_queries(self, block: int) -> bool:
         """Return whether query tokens are set to zero in this block, the first of the read-only ones.
@@ -170,24 +147,21 @@ class VisionTransformer(nn.Module):
     # -- embedding --
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
-        """Return the position embeddings of `[CLS]` (unless there are registers) and a grid of patches, resampled."""
+        """Return the position embeddings of `[CLS]`, if it has one, and a grid of patches, resampled."""
         assert self.pos_embed is not None, "rotary positions are no embeddings"
-        if grid == self.grid:
-            return self.pos_embed
-        prefix, stored = self.pos_embed[:, : self.positioned_prefix], self.pos_embed[:, self.positioned_prefix :]
-        matrix = resampling_matrix(self.grid, grid, self.position_resampling, stored.device)
-        with torch.autocast(stored.device.type, enabled=False):
-            return torch.cat([prefix, matrix.to(stored.dtype) @ stored], dim=1)
+        return resample_positions(self.pos_embed, self.positioned_prefix, self.grid, grid, self.position_resampling)
 
     def embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the image tokens, B×(1+R+N)×D."""
+        """Return the image tokens, B×(1+R+N)×D, with class attention B×N×D."""
         batch = images.shape[0]
         grid = self.grid_of(images.shape[2], images.shape[3])
-        x = self.patch_embed(images)
+        x: Tensor = self.patch_embed(images)
         if mask is not None:
             if self.mask_token is None:
                 raise ValueError("this backbone was made without a mask token")
             x = torch.where(mask.unsqueeze(-1), self.mask_token.to(x.dtype), x)
+        if self.class_attention:
+            return x + self.positions(grid)
         cls = self.cls_token.expand(batch, -1, -1)
         if self.pos_embed is not None:
             positions = self.positions(grid)
@@ -223,28 +197,6 @@ class VisionTransformer(nn.Module):
             x = torch.cat([x, self.embed_queries(queries)], dim=1)
         return x.flatten(0, 1), Group(x.shape[0], x.shape[1], num_image)
 
-    def _name_tokens(self, x: Tensor, num_image: int, patches: bool = True) -> Tokens:
-        prefix = self.num_prefix if patches else 1
-        return Tokens(
-            cls=x[:, 0],
-            patches=x[:, prefix:num_image],
-            queries=x[:, num_image:] if x.shape[1] > num_image else None,
-            registers=x[:, 1:prefix] if prefix > 1 else None,
-        )
-
-    # -- drop path --
-
-    def _draw_drop_path(self, num_sequences: int, device: torch.device) -> Tensor | None:
-        """Return the factors of drop path, depth×2×sequences: 0, or 1 / (1 - rate) so that the mean stays the same."""
-        if not self.training or not self.drop_path:
-            return None
-        rates = torch.linspace(0, self.drop_path, self.depth, device=device)[:, None, None]
-        return (torch.rand(self.depth, 2, num_sequences, device=device) >= rates) / (1 - rates)
-
-    def _drop_path_of_tokens(self, factors: Tensor | None, groups: Sequence[Group]) -> Sequence[Tensor | None]:
-        """depth×2×sequences -> 2×M×1 for each block. At once: block by block it was a hundred small operations."""
-        return [None] * self.depth if factors is None else expand_to_tokens(factors, groups).unbind()
-
     # -- forward --
 
     def forward(self, images: Tensor, queries: Tensor | None = None, mask: Tensor | None = None) -> Tokens:
@@ -263,21 +215,42 @@ class VisionTransformer(nn.Module):
         groups = tuple(group for _, group in embedded)
         keep_patches = tuple(item.patches for item in inputs)
         x = to_autocast_dtype(torch.cat([x for x, _ in embedded]))
-        if drop_path is None:
-            drop_path = self._draw_drop_path(sum(group.sequences for group in groups), x.device)
-        factors = self._drop_path_of_tokens(drop_path, groups)
+        if drop_path is None and self.training:
+            sequences = sum(group.sequences for group in groups)
+            drop_path = draw_drop_path(self.drop_path, self.depth, sequences, x.device)
+        factors = drop_path_of_tokens(drop_path, self.depth, groups)
         turned = self._rotation([item.images for item in inputs], groups)
         normed = self.first_norm(x)
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             if self._clears_queries(i):
                 x = clear_queries(x, groups)
-            last = i == self.depth - 1
-            x, normed = run((block, x, normed, groups, next_norm, factors[i], keep_patches if last else None, turned))
+            needed = keep_patches if i == self.depth - 1 and not self.class_attention else None
+            x, normed = run((block, x, normed, groups, next_norm, factors[i], needed, turned))
+        if self.class_attention:
+            parts = zip(inputs, split_groups(x, groups), split_groups(normed, groups), groups, strict=True)
+            return [self._add_cls(item, tokens, last, group.image) for item, tokens, last, group in parts]
         groups = groups_without_patches(groups, keep_patches)
         return [
-            self._name_tokens(tokens, group.image, patches)
+            name_tokens(tokens, group.image, self.num_prefix, patches)
             for tokens, group, patches in zip(split_groups(normed, groups), groups, keep_patches, strict=True)
         ]
+
+    def _add_cls(self, item: Input, x: Tensor, normed: Tensor, num_image: int) -> Tokens:
+        """Return the tokens of one input, B×T×D before and after the final norm, with `[CLS]` by class attention."""
+        patches, neighbors = x[:, :num_image], None
+        if item.num_neighbors:
+            neighbors = select_neighbors(patches, self.grid_of(*item.images.shape[2:]), item.num_neighbors)
+        cls, around = read_patches(self.class_blocks, self.cls_token[0], patches, neighbors)
+        tokens = name_tokens(normed, num_image, self.num_prefix, item.patches, self._final_norm(cls))
+        return tokens if around is None else tokens._replace(neighbors=self._final_norm(around).view_as(patches))
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+
+    @property
+    def class_blocks(self) -> list[ClassAttentionBlock]:
+        """Return the class-attention blocks; none where `[CLS]` goes through all blocks."""
+        return cast("list[ClassAttentionBlock]", list(self.blocks_token_only))
 
     def _blocks_and_norms(self) -> Iterator[tuple[Block, nn.LayerNorm]]:
         """Yield each block with the norm that follows it: the `norm1` of the next block, or the final norm."""
@@ -303,11 +276,17 @@ class VisionTransformer(nn.Module):
         self.run_block = run_checkpointed
 
     def intermediate(
-        self, images: Tensor, layers: int | Sequence[int], norm: bool = True, drop_path: Tensor | None = None
+        self,
+        images: Tensor,
+        layers: int | Sequence[int],
+        norm: bool = True,
+        drop_path: Tensor | None = None,
+        needs_cls: bool = True,
     ) -> list[Tokens]:
         """Return the tokens after each of the blocks `layers` (or the last n), through the final norm if `norm`.
 
-        `drop_path`, depth×2×B, are the factors of drop path. In training blocks run as in `forward_many`.
+        `drop_path`, depth×2×B, are the factors of drop path. In training blocks run as in `forward_many`. With class
+        attention `[CLS]` is as if the trunk ended at that block; without `needs_cls` it is then empty.
         """
         indices = range(self.depth - layers, self.depth) if isinstance(layers, int) else layers
         indices = [layer % self.depth for layer in indices]
@@ -315,14 +294,18 @@ class VisionTransformer(nn.Module):
         x, group = self._embed_sequences(images, None, None)
         x = to_autocast_dtype(x)
         normed = self.first_norm(x)
-        factors = self._drop_path_of_tokens(drop_path, (group,))
+        factors = drop_path_of_tokens(drop_path, self.depth, (group,))
         turned = self._rotation([images], (group,))
         outputs = {}
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             x, normed = run((block, x, normed, (group,), next_norm, factors[i], None, turned))
             if i in indices:
                 output = normed if norm and next_norm is self.norm else self.norm(x) if norm else x
-                outputs[i] = self._name_tokens(output.unflatten(0, group[:2]), group.image)
+                cls = x[:0] if self.class_attention else None
+                if self.class_attention and needs_cls:
+                    cls, _ = read_patches(self.class_blocks, self.cls_token[0], x.view(*group[:2], self.dim))
+                    cls = self.norm(cls) if norm else cls
+                outputs[i] = name_tokens(output.unflatten(0, group[:2]), group.image, self.num_prefix, cls=cls)
         return [outputs[i] for i in indices]
 
     def in_windows(
@@ -339,7 +322,7 @@ class VisionTransformer(nn.Module):
         x = to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         normed = self.first_norm(x)
         whole = (Group(batch, count, count),)
-        factors = self._drop_path_of_tokens(drop_path, whole)
+        factors = drop_path_of_tokens(drop_path, self.depth, whole)
         turned = self._rotation([images], whole, prefix=0)
         turned_windows = None if turned is None else rotation_of_windows(turned, grid, side)
         outputs = {}
@@ -381,7 +364,13 @@ class VisionTransformer(nn.Module):
             keys.append(k)
             values.append(v)
             x = block.think(x + block.ls1(block.attn.join(F.scaled_dot_product_attention(q, k, v))))
-        return Memory(keys, values, self._name_tokens(self.norm(x), x.shape[1]))
+        cls = None
+        if self.class_attention:
+            projected = [class_block.project(x) for class_block in self.class_blocks]
+            keys += [k for k, _ in projected]
+            values += [v for _, v in projected]
+            cls = self.norm(read_patches(self.class_blocks, self.cls_token[0], x)[0])
+        return Memory(keys, values, name_tokens(self.norm(x), x.shape[1], self.num_prefix, cls=cls))
 
     def ask(self, memory: Memory, queries: Tensor) -> Tensor:
         """Return B×Q×D, the tokens that `forward` returns for these queries, at the cost of the queries alone."""
@@ -396,9 +385,15 @@ class VisionTransformer(nn.Module):
         """Return (attention of the queries in a block, B×H×Q×T, see `Attention.cross_attention`; the result of `ask`).
 
         Without queries it is the attention of `[CLS]`, at the cost of one token instead of the T×T of `attention`: like
-        a query, it attends to the image tokens only. A temperature above 1 flattens the returned attention.
+        a query, it attends to the image tokens only. With class attention, whose blocks alone have `[CLS]`, blocks are
+        counted from the end, and those before have the first. A temperature above 1 flattens the returned attention.
         """
         query_keys = self.query_keys
+        if queries is None and self.class_attention:
+            back = max(-self.class_attention, block % self.depth - self.depth)  # -1: the last
+            projected = memory.keys[self.depth :], memory.values[self.depth :]
+            cls_maps, cls = cls_attention(self.class_blocks, self.cls_token[0], *projected, back, temperature)
+            return cls_maps, self.norm(cls).unsqueeze(1)
         if queries is None:
             query_keys, x = "image", self.cls_token.expand(memory.keys[0].shape[0], -1, -1)
             if self.pos_embed is not None and self.positioned_prefix:
@@ -415,5 +410,6 @@ class VisionTransformer(nn.Module):
         return attention, self.norm(x)
 
     def _blocks_and_memory(self, memory: Memory) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Yield each block with the keys and values of its image tokens."""
-        yield from zip(cast("list[Block]", self.blocks), memory.keys, memory.values, strict=True)
+        """Yield each block of the trunk with the keys and values of its image tokens."""
+        blocks = cast("list[Block]", self.blocks)
+        yield from zip(blocks, memory.keys[: self.depth], memory.values[: self.depth], strict=True)

@@ -86,8 +86,8 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Fin
         if sum(row["target_entropy"] for row in latest) / len(latest) > UNIFORM_ENTROPY:
             return Finding(
                 "uniform collapse",
-                f"the teacher tells images apart by {nats}, and its targets give all prototypes the same weight; sharpen them: "
-                "lower method.teacher_temperature and its start, well below the student's 0.1",
+                f"the teacher tells images apart by {nats}, and its targets give all prototypes the same weight; "
+                "sharpen them: lower method.teacher_temperature and its start, well below the student's 0.1",
             )
         return Finding(
             "constant collapse",

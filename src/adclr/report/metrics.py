@@ -30,6 +30,9 @@ LOSSES = {
     "cosine_cls": Metric("Cosine of [CLS] with the teacher's", "of the projected features, in training; 1 is equal"),
     "cosine_patches": Metric("Cosine of patches with the teacher's", "of the projected features, in training"),
     "loss_masked": Metric("Masked loss", "iBOT's: hidden patches against what the teacher sees there", floor=0),
+    "loss_neighbor": Metric(
+        "Neighbor loss", "SelfPatch's: each patch against the teacher's patches around it", floor=0
+    ),
 }
 SCORES = {
     "knn_top1": Metric("kNN accuracy, %", "of the teacher's [CLS], by the labels of the probe"),

@@ -39,6 +39,7 @@ FIXED = (
     "model.patch_size",
     "model.num_registers",
     "model.num_channels",
+    "model.class_attention",
     "model.position_embedding",
     "model.mlp",
 )

@@ -48,21 +48,22 @@ def build(settings: Settings) -> ADCLR:
     torch.manual_seed(combine(settings.train.seed, key_of("initial weights")) % 2**63)
     method, shape = settings.method, architecture(settings)
 
+    def head(num_prototypes: int) -> ProjectionHead:
+        sizes = method.head_hidden_dim, method.head_bottleneck_dim
+        return ProjectionHead(shape.dim, num_prototypes, *sizes, method.train_gain)
+
     def branch(drop_path: float) -> Branch:
-        head = ProjectionHead(
-            shape.dim,
-            method.num_prototypes,
-            method.head_hidden_dim,
-            method.head_bottleneck_dim,
-            method.train_gain,
-        )
-        return Branch(shape.build(drop_path, mask_token=settings.masked), head)
+        first = head(method.num_prototypes)
+        second = head(method.neighbor_prototypes) if method.neighbor_weight else None
+        return Branch(shape.build(drop_path, mask_token=settings.masked), first, second)
 
     model = ADCLR(
         branch(settings.model.drop_path),
         branch(0.0),
         query_weight=method.query_weight,
         masked_weight=method.masked_weight,
+        neighbor_weight=method.neighbor_weight,
+        num_neighbors=method.num_neighbors,
         student_temperature=method.student_temperature,
         center_momentum=method.center_momentum,
         center=method.center,

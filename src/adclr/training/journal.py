@@ -264,6 +264,6 @@ class Journal:
 
 def _describe(means: dict[str, float | None], names: tuple[str, ...], speed: float) -> str:
     """Return losses and speed for the progress line."""
-    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in names[:4] if means[name]]
+    parts = [f"{name.removeprefix('loss_')} {means[name]:.3f}" for name in names[:-1] if means[name]]
     voided = f", {means['voided_steps']:.0f} steps void" if means["voided_steps"] else ""
     return f"{', '.join(parts)}{voided}, {speed:.0f} images/s"

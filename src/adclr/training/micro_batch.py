@@ -11,6 +11,7 @@ from adclr.config.settings import Settings
 from adclr.model.view_tensors import Masks, Views
 from adclr.system import distributed
 from adclr.system.machine import GIB, available_gpu_memory, host_memory
+from adclr.training import plan_cost
 from adclr.training.methods import Method, vits
 
 GPU_SHARE = 0.9  # of the free memory; the rest is for fragmentation and the images of the next batch
@@ -99,7 +100,11 @@ def estimate_image_bytes(settings: Settings) -> float:
     if settings.masked:
         rows += int((views.global_size // patch) ** 2 * views.mask_ratio[1])
     blocks = depth / 24 + 1 if settings.train.checkpoint_activations else depth  # inputs of all, and all of one
-    return 4.0 * (24 * dim * blocks * tokens + 4 * settings.method.num_prototypes * rows)
+    numbers = 24 * dim * blocks * tokens + 4 * settings.method.num_prototypes * rows
+    if settings.method.neighbor_weight:  # both GELUs of the second head, and its logits
+        method = settings.method
+        numbers += 4 * plan_cost.num_patches(settings) * (method.head_hidden_dim + method.neighbor_prototypes)
+    return 4.0 * numbers
 
 
 def random_views(settings: Settings, count: int, device: torch.device, hidden: int | None = None) -> Views:

@@ -19,6 +19,9 @@ GATED_BYTES = 24  # more, of a gated MLP that is not compiled: four numbers for 
 INPUT_BYTES = 4  # of these, the input tokens of a block and their norm: all that activation checkpointing stores
 # Logits are computed in chunks, whatever the batch: `head_loss.CHUNK_BYTES`, and the gradient of the prototypes.
 LOGIT_BYTES = 2**29
+# For each unit of width and token of a class-attention block: a norm (2), keys and values (4), the same beside those of
+# the token itself (4).
+CLASS_ATTENTION_BYTES = 10
 # The context of CUDA and its libraries, which torch's allocator does not count.
 CONTEXT_BYTES = 2**30 // 2
 
@@ -50,20 +53,27 @@ def parameters(settings: Settings) -> Parameters:
     block = 12 * dim * dim + 13 * dim + (2 * dim if model.layer_scale else 0)
     if model.mlp == "gated":
         block += 4 * dim * dim + 4 * dim
-    prefix = registers + 1 + (0 if registers else 1)  # [CLS], registers, and the position of [CLS] if there are none
+    class_block = 12 * dim * dim + 15 * dim
+    # [CLS], registers, and the position of [CLS] if it stands beside patches alone
+    prefix = registers + 1 + (0 if registers or model.class_attention else 1)
     if model.position_embedding == "rotary":
         prefix, patches = registers + 1, 0
     backbone = (
         (model.num_channels * model.patch_size**2 + 1) * dim
         + (prefix + patches + settings.masked + 2) * dim  # with the mask token and the last norm
         + depth * block
+        + model.class_attention * class_block
     )
     hidden, narrow, count = method.head_hidden_dim, method.head_bottleneck_dim, method.num_prototypes
-    head = (dim + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * narrow + count * narrow + count
+    heads = 2 if method.neighbor_weight else 1
+    count += method.neighbor_prototypes * (heads - 1)
+    mlp = (dim + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * narrow
+    head = heads * mlp + count * narrow + count
     frozen = 0 if method.train_gain else count
     block_tensors = 12 + (2 if model.layer_scale else 0) + (2 if model.mlp == "gated" else 0)
     positions = model.position_embedding == "learned"
-    tensors = 5 + positions + bool(registers) + settings.masked + depth * block_tensors + 8
+    tensors = 5 + positions + bool(registers) + settings.masked + depth * block_tensors + 8 * heads
+    tensors += 18 * model.class_attention
     return Parameters(backbone, head, backbone + head - frozen, tensors)
 
 
@@ -89,10 +99,11 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     views, method = settings.views, settings.method
     queries = views.num_queries
     local_queries = queries if method.queries_in_local_views else 0
-    embed, body = _view(settings, views.global_size, queries, settings.masked)
+    needs_patches = settings.model.class_attention > 0
+    embed, body = _view(settings, views.global_size, queries, settings.masked or needs_patches)
     embed_local, body_local = 0.0, 0.0
     if views.num_local:
-        embed_local, body_local = _view(settings, views.local_size, local_queries, False)
+        embed_local, body_local = _view(settings, views.local_size, local_queries, needs_patches)
     masked = 0.0
     if settings.masked:
         masked = 2 * (hidden_patches(settings) if hidden is None else hidden)
@@ -104,13 +115,28 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
         patches_each, width = _patches(settings, views.global_size), settings.model.shape[0]
         similarities = 2.0 * patches_each**2 * width
         embed_anchor, body_anchor = _view(settings, views.global_size, 0, True)
-        teacher += 2 * (embed_anchor + body_anchor + similarities)
+        teacher += 2 * (embed_anchor + body_anchor + _class_attention(settings, views.global_size) + similarities)
         body = _view(settings, views.global_size, queries, True)[1] + similarities
     blocks = 2 * body + views.num_local * body_local
     # local [CLS] tokens are compared with the targets of anchored queries too
     forward = blocks + _head(settings, student_rows, student_rows + settings.num_anchored)
+    class_local = views.num_local * _class_attention(settings, views.local_size)
+    class_global = 2 * _class_attention(settings, views.global_size)
+    teacher, forward = teacher + class_global, forward + class_global + class_local
+    if method.neighbor_weight:  # of every patch of all views, so that the teacher reads the local ones too
+        rows = num_patches(settings)
+        second_head = _head(settings, rows, rows, method.neighbor_prototypes)
+        teacher += views.num_local * (embed_local + body_local) + class_local
+        teacher += rows * _token_flops(settings) + second_head
+        forward += second_head
     student = 3 * forward + 2 * (2 * embed + views.num_local * embed_local)
     return Flops(teacher, student, blocks if settings.train.checkpoint_activations else 0.0)
+
+
+def num_patches(settings: Settings) -> int:
+    """Return the number of patches of all views of an image."""
+    views = settings.views
+    return 2 * _patches(settings, views.global_size) + views.num_local * _patches(settings, views.local_size)
 
 
 def hidden_patches(settings: Settings) -> float:
@@ -127,8 +153,7 @@ def _view(settings: Settings, side: int, queries: int, needs_patches: bool) -> t
     model = settings.model
     dim, depth, _ = model.shape
     patches = _patches(settings, side)
-    prefix = 1 + model.num_registers
-    image = prefix + patches
+    image = patches + (0 if model.class_attention else 1 + model.num_registers)
     num_keys = {"image": image, "patches": patches, "image_and_self": image + 1, "all": image + queries}
     pairs = image * image + queries * num_keys[model.query_keys]
     if model.query_keys == "all":
@@ -140,12 +165,25 @@ def _view(settings: Settings, side: int, queries: int, needs_patches: bool) -> t
     return embed, blocks - (2.0 + mlp) * dim * dim * skipped
 
 
-def _head(settings: Settings, projected: float, compared: float) -> float:
-    """Return the forward operations of the head: the MLP of `projected` rows, the prototypes of `compared` rows."""
+def _class_attention(settings: Settings, side: int) -> float:
+    """Return the forward operations of class attention in one view: keys and values of its patches, and its token."""
+    (dim, _, _), blocks, patches = settings.model.shape, settings.model.class_attention, _patches(settings, side)
+    of_patches = blocks * (4.0 * dim * dim * patches + 4.0 * dim * (patches + 1))
+    return of_patches + _token_flops(settings)
+
+
+def _token_flops(settings: Settings) -> float:
+    """Return the operations of one token in the class-attention blocks, whose first has the same for all sequences."""
+    dim, blocks = settings.model.shape[0], settings.model.class_attention
+    return (24.0 * blocks - 6.0) * dim * dim if blocks else 0.0
+
+
+def _head(settings: Settings, projected: float, compared: float, prototypes: int | None = None) -> float:
+    """Return the forward operations of a head: the MLP of `projected` rows, the prototypes of `compared` rows."""
     method, dim = settings.method, settings.model.shape[0]
     hidden, narrow = method.head_hidden_dim, method.head_bottleneck_dim
     return projected * 2 * (dim * hidden + hidden * hidden + hidden * narrow) + (
-        compared * 2 * narrow * method.num_prototypes
+        compared * 2 * narrow * (prototypes or method.num_prototypes)
     )
 
 
@@ -198,13 +236,20 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
         stored = INPUT_BYTES * depth + block
     copies = 2 if allows_cuda_graph(settings) else 1
-    return float(fixed), float(stored * dim * tokens + 4 * copies * pixels)
+    stored += CLASS_ATTENTION_BYTES * settings.model.class_attention
+    second_head = 0
+    if method.neighbor_weight:  # its inputs, both GELUs with theirs, projections and their gradients in float32
+        row = 2 * dim + 8 * method.head_hidden_dim + 24 * method.head_bottleneck_dim
+        second_head = num_patches(settings) * row
+    return float(fixed), float(stored * dim * tokens + second_head + 4 * copies * pixels)
 
 
 def checkpoint_bytes(settings: Settings) -> int:
     """Return the bytes of a checkpoint: both branches, two moments, step counts and centers, in float32."""
     count, kinds = parameters(settings), 1 if settings.method.center == "shared" else 3
     numbers = 2 * count.all + 2 * count.trained + count.tensors + kinds * settings.method.num_prototypes
+    if settings.method.neighbor_weight:
+        numbers, kinds = numbers + settings.method.neighbor_prototypes, kinds + 1
     return 4 * numbers + HEADER_BYTES * (5 * count.tensors + kinds) + JSON_BYTES
 
 

@@ -83,14 +83,17 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 def _layer_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Return a group for each layer and decay; the learning rate of a layer is `layer_decay` times that of the next.
 
-    The head and the last norm have the whole learning rate, and so has the mask token, which no weights bring along.
+    The head and the last norm have the whole learning rate, and so have class attention and the mask token, which no
+    weights bring along.
     """
     depth, groups = settings.model.shape[1], dict[tuple[int, bool], dict[str, Any]]()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         part, _, inner = name.partition(".")
-        layer, decayed = layer_of(inner, depth) if part == "backbone" else depth + 1, parameter.ndim > 1
+        layer, decayed = depth + 1, parameter.ndim > 1
+        if part == "backbone":
+            layer = layer_of(inner, depth, settings.model.class_attention > 0)
         scale = settings.optim.layer_decay ** (depth + 1 - layer)
         group = groups.setdefault((layer, decayed), {"params": [], "decayed": decayed, "scale": scale})
         group["params"].append(parameter)

@@ -100,7 +100,7 @@ class Step:
         student, (freeze_last_layer, freeze_backbone) = self.method.student, frozen
         frozen_parameters: list[nn.Parameter] = []
         if freeze_last_layer and isinstance(student, Branch):
-            frozen_parameters += student.head.last_layer.parameters()
+            frozen_parameters += [p for head in student.heads for p in head.last_layer.parameters()]
         for parameter in [*frozen_parameters, *(student.backbone.parameters() if freeze_backbone else ())]:
             parameter.grad = None  # without a gradient it is not decayed either
         if isinstance(self.optimizer, ShardedAdamW):
@@ -117,7 +117,7 @@ class Step:
 
         Views are taken one by one, so that few are in memory.
         """
-        model, sums = self.model, torch.zeros(5, device=self.device)
+        model, sums = self.model, torch.zeros((), device=self.device)
         for number, batch in enumerate(views):
             last = number == self.accumulate - 1
             if self.sharded:
@@ -127,7 +127,7 @@ class Step:
                 with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
                     losses = model(batch, teacher_temperature, query_temperature)
                 (losses.total / self.accumulate).backward()
-            sums += torch.stack([loss.detach() for loss in losses]) / self.accumulate
+            sums = sums + torch.stack([loss.detach() for loss in losses]) / self.accumulate
         return sums
 
 

@@ -1,8 +1,8 @@
 """Weights of a backbone: safetensors and a JSON file that describes them. `load` takes those of other programs too.
 
 A W, wherever a command takes one: a run directory or its backbone.safetensors; a file or folder of DINO, iBOT, DINOv2,
-MAE, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); the URL of one of these in a
-store; or timm:NAME. docs/weights.md.
+MAE, SelfPatch, timm or Hugging Face (`FILE::student` for another state in it than the teacher's); the URL of one of
+these in a store; or timm:NAME. docs/weights.md.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from adclr.weights.networks import NetworkDescription, network_state, restore_ne
 from adclr.weights.origins import StoredWeights
 from adclr.weights.tensors import Report, cover, fingerprint, read_tensors
 
+# what the descriptions of earlier versions of this program do not say
+NEWER = {"norm_eps", "class_attention", "position_embedding", "mlp"}
+
 
 class Architecture(Section):
     """The architecture of a backbone: the arguments of `VisionTransformer`."""
@@ -59,7 +62,7 @@ class Architecture(Section):
     query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="see model.query_read_only_blocks"
     )
-
+    class_attention: Annotated[int, Field(ge=0, le=100)] = Field(0, description="see model.class_attention")
     position_embedding: Literal["learned", "rotary"] = Field("learned", description="see model.position_embedding")
     mlp: Literal["plain", "gated"] = Field("plain", description="see model.mlp")
 
@@ -75,9 +78,6 @@ class Description(Section):
     mean: tuple[Ratio, ...] = Field((0.485, 0.456, 0.406), description="of each channel, of 1")
     std: tuple[Deviation, ...] = Field((0.229, 0.224, 0.225), description="of each channel, of 1")
     max_value: Positive | None = Field(None, description="see data.max_value")
-
-
-NEWER = {"norm_eps", "position_embedding", "mlp"}  # that a backbone.json of an earlier version lacks
 
 
 @dataclass(frozen=True)

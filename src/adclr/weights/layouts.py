@@ -1,9 +1,9 @@
 """The names that other programs give the tensors of a ViT, and their conversion to ours, which are timm's.
 
-Known: DINO, iBOT, DINOv2 (with and without registers), DINOv3, MAE, timm, and Hugging Face's ViT, ViT-MAE, ViT-MSN,
-Dinov2, Dinov2-with-registers and DINOv3-ViT. All but DINOv3 compute the same function; they differ in names, in which
-tokens have a position, and in how positions are resampled when images are of another size. DINOv3 has rotary positions,
-no bias of keys, and in some sizes a gated MLP.
+Known: DINO, iBOT, DINOv2 (with and without registers), DINOv3, MAE, SelfPatch, timm, and Hugging Face's ViT, ViT-MAE,
+ViT-MSN, Dinov2, Dinov2-with-registers and DINOv3-ViT. All but DINOv3 compute the same function; they differ in names,
+in which tokens have a position, and in how positions are resampled when images are of another size. DINOv3 has rotary
+positions, no bias of keys, and in some sizes a gated MLP. SelfPatch's has class attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HF_DINOV3_ANCHOR = "embeddings.patch_embeddings.weight"
 
 # Heads, decoders and tokens of training: no part of the backbone. Any other name that is not known is a refusal.
 EXTRA = re.compile(
-    r"(head|heads|head_dist|dino_head|ibot_head|koleo_head|fc|fc_norm|pre_logits|classifier|pooler|attn_pool"
+    r"(head|heads|head_dist|dino_head|ibot_head|koleo_head|c_head|p_head|fc|fc_norm|pre_logits|classifier|pooler|attn_pool"
     r"|mask_token|masked_embed|embeddings\.mask_token|decoder\w*|local_cls_norm|projectors"
     r"|rope_embed|blocks\.[\d.]+\.attn\.qkv\.bias_mask)(\.|$)"
 )
@@ -34,7 +34,7 @@ PERIODS, BIAS_MASK = "rope_embed.periods", ".attn.qkv.bias_mask"  # of DINOv3's 
 
 PLAIN_NAMES = (
     (r"blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # DINOv2 trains with its blocks in chunks, numbered through
-    (r"\.gamma_([12])$", r".ls\1.gamma"),  # iBOT, DeiT III
+    (r"(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # iBOT, DeiT III
     (r"(?:register|storage)_tokens$", "reg_token"),
     (r"\.mlp\.w1\.", ".mlp.fc1_g."),
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
@@ -58,6 +58,9 @@ HF_NAMES = (
     (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
     (r"layernorm\.", "norm."),
 )
+# SelfPatch's: class attention is a module beside the backbone, with the norm of all tokens
+CLASS_HEAD = "ca_head."
+CLASS_HEAD_NAMES = ((r"cls_blocks\.", "blocks_token_only."),)
 HF_DINOV3_NAMES = (
     (r"embeddings\.cls_token$", "cls_token"),
     (r"embeddings\.register_tokens$", "reg_token"),
@@ -110,17 +113,22 @@ def rename_tensors(
             "use weights with a plain MLP"
         )
     names = NAMES[anchor]
+    class_head = prefix.removesuffix("backbone.") + CLASS_HEAD
     state: dict[str, Tensor] = {}
     origin: dict[str, tuple[str, ...]] = {}
-    left = [key for key in tensors if not key.startswith(prefix)]
+    left = [key for key in tensors if not key.startswith((prefix, class_head))]
+    inside |= {CLASS_HEAD + key.removeprefix(class_head): key for key in tensors if key.startswith(class_head)}
     for inner, full in inside.items():
         if EXTRA.match(inner):
             left.append(full)
             continue
-        key = _rename(inner, names)
+        of_class_head = inner.startswith(CLASS_HEAD)
+        key = _rename(inner.removeprefix(CLASS_HEAD), CLASS_HEAD_NAMES if of_class_head else names)
         if key in state:
             raise UserError(f"{path} has {key} twice, as {origin[key][0]} and as {full}; it is no state of a ViT")
         state[key], origin[key] = tensors[full], (full,)
+    if any(inner.startswith(CLASS_HEAD) for inner in inside):
+        _add_layer_scale(state, origin)
     if anchor == HF_DINOV3_ANCHOR and any(".mlp.fc1_g." in key for key in state):
         for mapping in (state, origin):
             _rename_gated(mapping)
@@ -134,7 +142,7 @@ def rename_tensors(
         left += origin.pop("reg_token")
     unknown = [key for key in state if not _is_ours(key)]
     return NamedTensors(
-        {key: _check_numbers((origin[key] or (key,))[0], state[key], path) for key in state if key not in unknown},
+        {key: _check_numbers((*origin[key], key)[0], state[key], path) for key in state if key not in unknown},
         layout,
         {key: full for key, full in origin.items() if key not in unknown},
         tuple(left),
@@ -163,8 +171,10 @@ def _rename(inner: str, names: Iterable[tuple[str, str]]) -> str:
 
 def _is_ours(key: str) -> bool:
     inner = r"norm[12]\.(weight|bias)|attn\.(qkv|proj)\.(weight|bias)|mlp\.fc(1|2|1_g|1_x)\.(weight|bias)|ls[12]\.gamma"
+    class_attention = r"norm[12]\.(weight|bias)|attn\.[qkv]\.(weight|bias)|attn\.proj\.(weight|bias)"
+    class_attention += r"|mlp\.fc[12]\.(weight|bias)|gamma_[12]"
     outer = r"cls_token|reg_token|pos_embed|patch_embed\.proj\.(weight|bias)|norm\.(weight|bias)"
-    return re.fullmatch(rf"{outer}|blocks\.\d+\.({inner})", key) is not None
+    return re.fullmatch(rf"{outer}|blocks\.\d+\.({inner})|blocks_token_only\.\d+\.({class_attention})", key) is not None
 
 
 def _find_prefix(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
@@ -186,13 +196,21 @@ def _find_prefix(tensors: Mapping[str, Tensor], path: str) -> tuple[str, str]:
 
 def _join_qkv(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> None:
     """Join queries, keys and values, which Hugging Face stores separately."""
-    for first in [key for key in state if re.search(r"\.attn\.q\.(weight|bias)$", key)]:
+    for first in [key for key in state if re.search(r"^blocks\..*\.attn\.q\.(weight|bias)$", key)]:
         parts = [first.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
         shapes = {state[part].shape for part in parts if part in state}
         if all(part in state for part in parts) and len(shapes) == 1 and () not in shapes:
             joined = first.replace(".attn.q.", ".attn.qkv.")
             origin[joined] = tuple(full for part in parts for full in origin.pop(part))
             state[joined] = torch.cat([state.pop(part) for part in parts])
+
+
+def _add_layer_scale(state: dict[str, Tensor], origin: dict[str, tuple[str, ...]]) -> None:
+    """Add factors of 1 to class-attention blocks, which have none in SelfPatch's program."""
+    for key in [key for key in state if re.search(r"^blocks_token_only\.\d+\.norm[12]\.bias$", key)]:
+        gamma = re.sub(r"norm([12])\.bias$", r"gamma_\1", key)
+        if gamma not in state:
+            state[gamma], origin[gamma] = torch.ones(state[key].shape), ()
 
 
 def _rename_gated(named: dict[str, Any]) -> None:
@@ -258,6 +276,8 @@ def _layout(anchor: str, names: set[str], state: Mapping[str, Tensor], hints: It
         if "embeddings.register_tokens" in names:
             return Layout("Hugging Face Dinov2 with registers", "antialias")
         return Layout("Hugging Face Dinov2" if scaled else "Hugging Face ViT", "plain")
+    if any(name.startswith(CLASS_HEAD) for name in names) or "selfpatch" in words:
+        return Layout("SelfPatch", "offset")
     if "register_tokens" in names:
         return Layout("DINOv2 with registers", "antialias")
     if "mask_token" in names and scaled:
@@ -296,6 +316,7 @@ def infer_architecture(named: NamedTensors, known: set[str], path: str) -> dict[
         "num_registers": state["reg_token"].shape[1] if "reg_token" in state else 0,
         "layer_scale": 1.0 if any(key.endswith(".ls1.gamma") for key in state) else None,
         "position_resampling": named.layout.resampling,
+        "class_attention": _count_class_attention(state),
         "position_embedding": "rotary" if named.layout.rotary else "learned",
         "mlp": "gated" if any(".mlp.fc1_g." in key for key in state) else "plain",
     }
@@ -324,8 +345,10 @@ def _count_positions(named: NamedTensors, path: str, grid: tuple[int, int] | Non
         )
     total = positions.shape[1]
     registers = named.state["reg_token"].shape[1] if "reg_token" in named.state else 0
+    has_prefix = not _count_class_attention(named.state)
     # timm's have none for the prefix tokens, or one for each; those that DINOv2 trained have one, for [CLS]
-    for num_prefix in dict.fromkeys((0, 1 + registers, 1) if registers and "timm" in named.layout.name else (1, 0)):
+    candidates = (0, 1 + registers, 1) if registers and "timm" in named.layout.name else (1, 0) if has_prefix else (0,)
+    for num_prefix in dict.fromkeys(candidates):
         patches = total - num_prefix
         if patches > 0 and (patches == grid[0] * grid[1] if grid else math.isqrt(patches) ** 2 == patches):
             return num_prefix, patches
@@ -343,7 +366,7 @@ def convert_positions(named: NamedTensors, grid: tuple[int, int], path: str) -> 
     0, so that the sums are the same.
     """
     state = dict(named.state)
-    if "pos_embed" not in state or "cls_token" not in state:
+    if "pos_embed" not in state or "cls_token" not in state or _count_class_attention(state):
         return named
     num_prefix, _ = _count_positions(named, path, grid)
     prefix, patches = state["pos_embed"][:, :num_prefix], state["pos_embed"][:, num_prefix:]
@@ -356,3 +379,12 @@ def convert_positions(named: NamedTensors, grid: tuple[int, int], path: str) -> 
     elif not num_prefix:
         state["pos_embed"] = torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
     return replace(named, state=state)
+
+
+def _count_class_attention(state: Mapping[str, Tensor]) -> int:
+    """Return the number of class-attention blocks, which SelfPatch's trunk alone, stored for detection, lacks."""
+    numbers = {key.split(".")[1] for key in state if key.startswith("blocks_token_only.")}
+    positions = state.get("pos_embed")
+    if numbers or "cls_token" in state or positions is None or positions.dim() != 3:
+        return len(numbers)
+    return 2 if math.isqrt(positions.shape[1]) ** 2 == positions.shape[1] else 0

@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import secrets
 import socket
-from pathlib import Path
 
 from pydantic import Field
 
@@ -36,7 +35,7 @@ def serve(weights: list[str], images: list[str], host: str, port: int, settings:
     from adclr.system.devices import select_device
 
     source, device = open_images(images), select_device(settings.device)
-    libraries = [Library(_short(name), analysis.load(name, device), settings.size) for name in weights]
+    libraries = [Library(analysis.short_name(name), analysis.load(name, device), settings.size) for name in weights]
     gallery = Gallery(source, libraries, settings.num_images, settings.max_gib)
     token = None if host in server.LOCAL else secrets.token_urlsafe(16)
     listening = _listen(host, port)
@@ -47,11 +46,6 @@ def serve(weights: list[str], images: list[str], host: str, port: int, settings:
     config = uvicorn.Config(server.build(gallery, token), log_level="warning", lifespan="on", access_log=False)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([listening])
-
-
-def _short(name: str) -> str:
-    path = Path(name)
-    return path.parent.name if path.name in ("run", "backbone.safetensors") and path.parent.name else path.name
 
 
 def _names(host: str, listening: socket.socket) -> list[str]:

@@ -6,7 +6,7 @@ import { fromAddress, toAddress } from "./state.js";
 const $ = (id) => document.getElementById(id);
 const STAGE = 380, PANEL = 300, TILE = 128; // pixels that are drawn; the style decides how large they are seen
 let state = fromAddress(location.hash);
-let models = [], images = []; // images: {name, grids, picture}
+let models = [], images = []; // images: {name, label, grids, picture}
 let answers = [], maps = []; // of each model: to the query, of the view
 const panels = [], tiles = [], visible = new Set(), stale = new Set();
 
@@ -150,6 +150,13 @@ function drawStage() {
   draw($("image"), images[chosen()].picture, STAGE * Math.min(2, devicePixelRatio), null, [state.box]);
 }
 
+// The paper's words for images of the same class as the query's and of others, where folders are classes.
+function relation(id) {
+  const own = images[chosen()].label, other = images[id].label;
+  if (!own || !other) return "";
+  return id === chosen() ? "itself" : own === other ? "matched" : "mismatched";
+}
+
 function rank(model) {
   const answer = answers[model], order = answer.ids.map((id, place) => ({ id, place }));
   const worth = { match: answer.scores, answer: answer.answers }[state.rank];
@@ -161,6 +168,7 @@ function rank(model) {
     tile.window = answer.windows[place];
     const score = (worth ?? answer.scores)[place].toFixed(2);
     tile.score.textContent = score;
+    tile.relation.textContent = relation(id);
     tile.button.setAttribute("aria-pressed", String(id === chosen()));
     tile.button.setAttribute("aria-label", `${position + 1}: ${images[id].name}, ${score}`);
     stale.add(tile);
@@ -185,12 +193,13 @@ const watcher = new IntersectionObserver((changes) => {
 function tileOf(model, id) {
   tiles[model] ??= new Map();
   if (!tiles[model].has(id)) {
-    const [item, button, canvas, text, score] = ["li", "button", "canvas", "span", "b"].map((name) => document.createElement(name));
+    const names = ["li", "button", "canvas", "span", "b", "i"];
+    const [item, button, canvas, text, score, relation] = names.map((name) => document.createElement(name));
     button.type = "button";
-    text.append(score, ` ${images[id].name.split("/").pop()}`);
+    text.append(score, " ", relation, ` ${images[id].name.split("/").pop()}`);
     button.append(canvas, text);
     item.append(button);
-    const tile = { model, id, item, button, canvas, text, score, window: null };
+    const tile = { model, id, item, button, canvas, text, score, relation, window: null };
     canvas.width = images[id].picture.naturalWidth;
     canvas.height = images[id].picture.naturalHeight;
     button.addEventListener("click", () => choose(id));

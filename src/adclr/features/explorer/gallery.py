@@ -37,6 +37,7 @@ class PageImage:
     width: int
     height: int
     grids: list[Grid]  # in each network
+    label: str | None = None  # its folder, where folders are classes
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Gallery:
 
     def read(self) -> None:
         """Read all images, or as many as fit into memory; `stop` ends it after the next image."""
-        waiting: dict[tuple[Grid, ...], list[tuple[str, _Decoded]]] = {}
+        waiting: dict[tuple[Grid, ...], list[tuple[int, _Decoded]]] = {}
         num_bytes, num_workers = 0, min(4, cpu_count())
         decoded = read_images(self.images, self._decode, range(len(self.images)), num_workers)
         with closing(decoded), ProgressLine("reading", len(self.images)) as line:
@@ -102,7 +103,7 @@ class Gallery:
                         f"no more fit into max_gib={self.max_bytes / GIB:g}"
                     )
                     break
-                waiting.setdefault(grids, []).append((name, image))
+                waiting.setdefault(grids, []).append((index, image))
                 if len(waiting[grids]) == self.libraries[0].batch_size:
                     self._add(grids, waiting.pop(grids))
             for grids, rest in waiting.items():
@@ -112,12 +113,13 @@ class Gallery:
                     line.say(text)
         self.finished = True
 
-    def _add(self, grids: tuple[Grid, ...], images: list[tuple[str, _Decoded]]) -> None:
+    def _add(self, grids: tuple[Grid, ...], images: list[tuple[int, _Decoded]]) -> None:
         """Let every network read images of one shape, and show them."""
         ids = range(len(self.shown), len(self.shown) + len(images))
         for number, library in enumerate(self.libraries):
             library.read(ids, [image.inputs[number] for _, image in images])
-        self.shown += [PageImage(name, image.jpeg, *image.size, list(grids)) for name, image in images]
+        paths, label = self.images.paths, self.images.label
+        self.shown += [PageImage(paths[i], image.jpeg, *image.size, list(grids), label(i)) for i, image in images]
 
     def _decode(self, data: bytes) -> _Decoded:
         decoders = [library.weights.decoder for library in self.libraries]

@@ -101,7 +101,8 @@ class Library:
     def bytes_of(self, grid: Grid) -> int:
         """Return the memory that an image of this shape takes."""
         tokens = grid[0] * grid[1] + self.vit.num_prefix
-        return 2 * self.vit.dim * (2 * self.vit.depth * tokens + grid[0] * grid[1])
+        blocks = self.vit.depth + self.vit.class_attention
+        return 2 * self.vit.dim * (2 * blocks * tokens + grid[0] * grid[1])
 
     # -- reading --
 

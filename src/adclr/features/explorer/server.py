@@ -65,7 +65,13 @@ def build(gallery: Gallery, token: str | None) -> ASGIApp:
                 for x in gallery.libraries
             ],
             "images": [
-                {"name": image.name, "width": image.width, "height": image.height, "grids": image.grids}
+                {
+                    "name": image.name,
+                    "label": image.label,
+                    "width": image.width,
+                    "height": image.height,
+                    "grids": image.grids,
+                }
                 for image in shown[since:]
             ],
             "tried": gallery.num_read,

@@ -66,6 +66,7 @@ def _architecture(weights: Weights) -> dict[str, object]:
         "blocks, width, heads": f"{vit.depth}, {vit.dim}, {vit.num_heads}",
         "patches": f"{vit.patch_size}x{vit.patch_size} pixels",
         "registers": vit.num_registers,
+        **({"class-attention blocks": vit.class_attention} if vit.class_attention else {}),
         "LayerScale": "yes" if vit.layer_scale else "no",
         "parameters": parameters,
         "positions at other sizes": describe_positions(vit),
@@ -91,6 +92,8 @@ def _summary(weights: Weights, settings: Settings | None) -> str:
     method = "ADCLR" if settings.views.num_queries and settings.method.query_weight else "DINO"
     if settings.masked:
         method = "ADCLR*" if method == "ADCLR" else "iBOT"
+    if settings.method.neighbor_weight:
+        method = "SelfPatch"
     return f"A Vision Transformer trained without labels by {method}; these are the weights of the teacher's backbone."
 
 

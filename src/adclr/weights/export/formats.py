@@ -178,6 +178,7 @@ maps = model.forward_features(images)  # the last map of features
 def _timm(weights: Weights, folder: Path) -> Export:
     if weights.network is not None:
         return _timm_network(weights, weights.network, folder)
+    _refuse_class_attention(weights, "timm")
     vit = weights.vit
     _check_class(vit, "timm")
     name, arguments = _timm_arguments(vit)
@@ -269,6 +270,7 @@ def _with_registers(vit: VisionTransformer) -> bool:
 
 
 def _huggingface(weights: Weights, folder: Path) -> Export:
+    _refuse_class_attention(weights, "Hugging Face")
     vit = weights.vit
     _check_class(vit, "transformers")
     (height, width), registers, rotary = vit.input_size, _with_registers(vit), vit.pos_embed is None
@@ -381,6 +383,13 @@ cls, patches = session.run(["cls", "patches"], {"images": images})  # float32, a
 ```
 """
     return Export("onnx", usage, reader)
+
+
+def _refuse_class_attention(weights: Weights, program: str) -> None:
+    if weights.vit.class_attention:
+        raise UserError(
+            f"{program} has no ViT whose [CLS] is made by class attention at the end; export to onnx or safetensors"
+        )
 
 
 NETWORK_FORMATS = ("timm", "safetensors")  # which take a network that is no ViT too

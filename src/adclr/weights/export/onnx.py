@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.blocks import Block
+from adclr.model.class_attention import read_patches
 from adclr.model.positions import POSITION_OFFSET, PositionResampling, angles
 from adclr.model.vit import VisionTransformer
 from adclr.system import optional
@@ -78,18 +79,24 @@ class Portable(nn.Module):
             x = x + self._positions(vit.pos_embed, height, width)
             prefix = prefix + vit.pos_embed[:, :1] if vit.positioned_prefix else prefix
         x = x.flatten(2).transpose(1, 2)
+        if vit.class_attention:
+            x = self._run_blocks(x, rotation)
+            cls, _ = read_patches(vit.class_blocks, vit.cls_token[0], x)
+            return vit.norm(cls), vit.norm(x)
         if vit.reg_token is not None:
             prefix = torch.cat([prefix, vit.reg_token], dim=1)
-        x = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
-        for block in vit.blocks:
+        x = vit.norm(self._run_blocks(torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1), rotation))
+        return x[:, 0], x[:, vit.num_prefix :]
+
+    def _run_blocks(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        for block in self.vit.blocks:
             assert isinstance(block, Block)
             q, k, v = block.attn.split(block.norm1(x))
             if rotation is not None:
                 q, k = (self._rotate(part, *rotation) for part in (q, k))
             mixed = F.scaled_dot_product_attention(q, k, v)
             x = block.think(x + block.ls1(block.attn.join(mixed)))
-        x = vit.norm(x)
-        return x[:, 0], x[:, vit.num_prefix :]
+        return x
 
     def _rotation(self, height: int, width: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the angles of the patches of a grid, N×(D/H/2) each."""
