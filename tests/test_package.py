@@ -18,6 +18,7 @@ import yaml
 import adclr
 from adclr.config import parsing
 from adclr.config.settings import Settings
+from adclr.model.tokens import Tokens
 from tiny import THREADS, TINY, words
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +114,8 @@ def test_the_method_page_names_things_that_exist() -> None:
             continue
         dotted = ".".join(files[module].relative_to(ROOT / "src").with_suffix("").parts)
         thing = getattr(importlib.import_module(dotted), name, None)
+        if module == "tokens" and name in Tokens._fields:  # what `forward` returns, as in `tokens.cls`
+            continue
         if thing is None:  # not code but a setting, which raises if there is none
             parsing.full_name(Settings, f"{module}.{name}")
             continue
