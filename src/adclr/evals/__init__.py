@@ -17,12 +17,12 @@ from typing import Any
 
 from adclr.config import parsing
 from adclr.config.parsing import UserError
-from adclr.data.sources import is_searched
+from adclr.data.sources.image_folder import is_searched
 from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.store_urls import conceal, is_remote
+from adclr.system.stores.urls import conceal, is_remote
 from adclr.system.text import as_utf8, printable, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix

@@ -26,7 +26,7 @@ from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
-from adclr.data.store_reader import read_ahead
+from adclr.data.sources.store_reader import read_ahead
 from adclr.system import triton_available
 from adclr.system.devices import send, shared_stream
 from adclr.system.machine import cpu_count
