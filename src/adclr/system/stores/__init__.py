@@ -195,10 +195,10 @@ def list_files(url: str, below: bool = True) -> list[StoreFile]:
     start = str(_filesystem(url)._strip_protocol(reveal(root))).rstrip("/") + "/"
     if below and scheme_of(url) in WRITABLE:  # these list all objects of a prefix, a thousand in a request
         try:
-            found: dict[str, Any] = _try_again(url, lambda: _filesystem(url).find(reveal(root), detail=True))
+            objects: dict[str, Any] = _try_again(url, lambda: _filesystem(url).find(reveal(root), detail=True))
         except FileNotFoundError:
             return []
-        entries = [info | {"name": name} for name, info in found.items()]
+        entries = [info | {"name": name} for name, info in objects.items()]
     else:
         entries = _list_folder(url)
     files, folders = [], []
