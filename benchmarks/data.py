@@ -34,7 +34,7 @@ from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
 from adclr.data.prefetch import Prefetcher
 from adclr.data.sets import scenes
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
 from adclr.model.view_tensors import Views
 from adclr.system.machine import cpu_count

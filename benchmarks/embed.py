@@ -20,8 +20,7 @@ import torch
 
 from adclr.data import cache
 from adclr.data.packed import Packed, pack
-from adclr.data.sources import Subset
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder, Subset
 from adclr.features import embedding
 from adclr.features.embedding import Network, fill
 from adclr.features.embedding_files import Parts

@@ -13,7 +13,7 @@ from adclr.config import auto, parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.training import job, launch, micro_batch, plan_cost
 from tiny import TINY, tiny
 

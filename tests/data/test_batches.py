@@ -13,7 +13,7 @@ from adclr.config.settings import Settings
 from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.model.view_tensors import Views
 from adclr.system import distributed
 from tiny import tiny

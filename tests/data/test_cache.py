@@ -18,7 +18,7 @@ from adclr.data import cache
 from adclr.data.cache import GIB, FreeMemory, Store
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Feed
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.system.runs import Run
 from tiny import TINY
 

@@ -18,8 +18,7 @@ from adclr.data.augment import render
 from adclr.data.collection import open_source
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Batch, Feed
-from adclr.data.sources import Subset
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder, Subset
 from adclr.data.view_plan import BatchPlan, plan_batch
 from adclr.features.reader import ImageReader, center_crop
 from tiny import tiny

@@ -23,7 +23,7 @@ from adclr.config.parsing import UserError
 from adclr.data.augment import render
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
 from adclr.system.runs import Run
 from tiny import TINY, Adclr, tiny, words

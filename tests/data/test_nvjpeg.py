@@ -19,7 +19,7 @@ from adclr.data.feed import Feed
 from adclr.data.jpeg import read_header
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.sets import scenes
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
 from kernel_device import DEVICE
 from tiny import tiny

@@ -9,7 +9,7 @@ from PIL import Image
 
 from adclr.config.parsing import UserError
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.system import progress
 
 

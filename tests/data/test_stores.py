@@ -14,8 +14,7 @@ from adclr.config.parsing import UserError
 from adclr.data import file_stamps
 from adclr.data.collection import open_source
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import store_reader, tar_shards
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder, store_reader, tar_shards
 from adclr.system import stores
 from store_server import Server
 from tiny import TINY

@@ -15,11 +15,11 @@ from pyarrow import parquet
 
 import adclr as package
 from adclr.config.parsing import UserError
+from adclr.data import sources
 from adclr.data.collection import open_source
 from adclr.data.random_draws import key_of
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import listing, tables
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder, tables
 from adclr.data.sources.tables import Tables
 from adclr.training import launch
 from tiny import TINY
@@ -168,7 +168,7 @@ def test_a_run_of_version_0_1_over_shards_keeps_its_keys(
 ) -> None:
     """Its index has no word of keys; it resumes with those of SHARD/MEMBER, though a new run has others."""
     write_web(tmp_path / "x.tar", {path: folder.read(i) for i, path in enumerate(folder.paths)})
-    monkeypatch.setattr(listing.Listing, "__init__", _without_keyed_by_member(listing.Listing.__init__))
+    monkeypatch.setattr(sources.Listing, "__init__", _without_keyed_by_member(sources.Listing.__init__))
     settings = {"recipe": "adclr_small", **TINY}
     old = package.pretrain(tmp_path / "x.tar", out=tmp_path / "old", **settings)
     monkeypatch.undo()

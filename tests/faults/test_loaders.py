@@ -19,7 +19,7 @@ from adclr.data import collection
 from adclr.data import feed as feeds
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
 from adclr.system import threads
 from adclr.system.threads import StalledError, ThreadPool, wait_for

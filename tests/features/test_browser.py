@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.features import explorer
 from adclr.features.explorer.gallery import Gallery
 from adclr.features.explorer.library import Library

@@ -29,7 +29,7 @@ import adclr as package
 from adclr import cli
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.features import embedding, embedding_files, reader
 from adclr.features.embedding import Network
 from adclr.features.embedding_files import Parts

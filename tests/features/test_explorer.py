@@ -22,8 +22,7 @@ from starlette.testclient import TestClient
 
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder
-from adclr.data.sources import Files
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import Files, ImageFolder
 from adclr.features import analysis, explorer
 from adclr.features.explorer import server
 from adclr.features.explorer.gallery import Gallery

@@ -17,7 +17,7 @@ from adclr.data.cache import Store
 from adclr.data.decode import Decoder
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import Frame, ImageReader, center_crop, whole_image
 from kernel_device import DEVICE, needs_interpreter

@@ -231,7 +231,7 @@ def test_a_machine_without_a_c_compiler_trains_all_the_same(tmp_path: Path) -> N
 def test_batches_are_pinned(tmp_path: Path) -> None:
     from adclr.data.decode import Decoder
     from adclr.data.feed import Feed
-    from adclr.data.sources.image_folder import ImageFolder
+    from adclr.data.sources import ImageFolder
 
     source = ImageFolder(write_scenes(tmp_path / "scenes") / "train")
     settings = tiny()
@@ -284,7 +284,7 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     from adclr.data.feed import Feed
     from adclr.data.nvjpeg import GpuDecoder
     from adclr.data.prefetch import Prefetcher
-    from adclr.data.sources.image_folder import ImageFolder
+    from adclr.data.sources import ImageFolder
 
     scenes.write_scenes(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)
     for path in sorted((tmp_path / "scenes" / "train").rglob("*.png")):

@@ -16,7 +16,7 @@ import adclr as package
 from adclr.data.augment import frame_kernels
 from adclr.data.decode import Decoder
 from adclr.data.packed import pack
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.features import reader
 from adclr.features.reader import ImageReader, center_crop, whole_image
 from adclr.weights.backbone import architecture, save_backbone

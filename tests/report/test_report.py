@@ -19,7 +19,7 @@ from PIL import Image
 
 from adclr import report
 from adclr.config.parsing import UserError
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.features import analysis
 from adclr.report import charts
 from adclr.report import live as live_module

@@ -17,8 +17,7 @@ import adclr as package
 from adclr import cli, demo
 from adclr.config.parsing import UserError
 from adclr.data.collection import open_source
-from adclr.data.sources import Files
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import Files, ImageFolder
 from adclr.system import outputs
 from adclr.system.runs import Run
 from adclr.weights import snapshot

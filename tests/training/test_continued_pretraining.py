@@ -19,7 +19,7 @@ from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data.random_draws import key_of
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.evals.features import extract_features
 from adclr.system.runs import Run
 from adclr.training import continued_pretraining, job, launch, planning

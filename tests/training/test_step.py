@@ -19,7 +19,7 @@ from adclr.data.batches import drop_path_seed
 from adclr.data.decode import Decoder
 from adclr.data.packed import pack
 from adclr.data.random_draws import epoch_order
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
 from adclr.model.losses import Center
 from adclr.model.method import ADCLR

@@ -14,11 +14,8 @@ import numpy as np
 from adclr.config.auto import Choice, choose
 from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable, size_of
-from adclr.data.sources import Source, huggingface_cache
-from adclr.data.sources.file_list import FileList
+from adclr.data.sources import FileList, ImageFolder, Listing, Source, huggingface_cache, index_folder, load_listing
 from adclr.data.sources.huggingface import HuggingFace
-from adclr.data.sources.image_folder import ImageFolder, index_folder
-from adclr.data.sources.listing import Listing, load_listing
 from adclr.data.sources.stores import StoreFolder, open_list
 from adclr.data.sources.tables import SUFFIXES as TABLES
 from adclr.data.sources.tables import Tables

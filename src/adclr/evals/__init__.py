@@ -17,7 +17,7 @@ from typing import Any
 
 from adclr.config import parsing
 from adclr.config.parsing import UserError
-from adclr.data.sources.image_folder import is_searched
+from adclr.data.sources import is_searched
 from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json

@@ -24,8 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable, resize_channels
 from adclr.data.sets import check_each, image_size, refuse, split_by_key
-from adclr.data.sources import Source, lost_folder, read_file
-from adclr.data.sources.image_folder import ImageFolder, index_folder
+from adclr.data.sources import ImageFolder, Source, index_folder, lost_folder, read_file
 
 IGNORE = 255
 MOST_CLASSES = 250

@@ -1,28 +1,37 @@
-"""Collections of images behind one interface, `Source`: a folder, a list, tar shards, tables, object stores.
+"""Collections of images behind one interface, `Source`; here a folder or a list, in other files all other kinds.
 
 Sources give names, keys, bytes and labels; `decode` turns bytes into pixels. An item's key is a hash of its name, so a
-collection is the same wherever it is stored. `data.collection` opens the source that a user names.
+collection is the same wherever it is stored.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import stat
+import zipfile
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
 from adclr.data.random_draws import Keys, key_of
-from adclr.data.sources.listing import Listing
+from adclr.system import stores
+from adclr.system.files import write_atomically
+from adclr.system.progress import ProgressCount
+from adclr.system.stores.urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+PROGRESS_EVERY = 1000  # images between two updates of the progress, also within one folder
+NO_EXTENTS = np.zeros((0, 3), np.int64)
 
 
 class Source:
@@ -80,6 +89,74 @@ class Source:
         return os.path.realpath(folder) in {os.path.realpath(path) for path in folders}
 
 
+class ImageFolder(Source):
+    """Every image below a folder, in the order of its relative paths.
+
+    Hidden files and folders are skipped; a folder or file reached by two links is read once.
+    """
+
+    def __init__(self, root: str | Path, listing: Listing | None = None) -> None:
+        root = Path(root)
+        listing = listing or index_folder(root)
+        if not listing.names and listing.problems:
+            link, problem = next(iter(listing.problems.items()))
+            raise UserError(f"folder {root} holds no image that is there: {link} is {problem}; restore it")
+        if not listing.names:
+            raise UserError(f"folder {root} holds no image; these count: {' '.join(SUFFIXES)}")
+        super().__init__(root, listing.names, listing)
+
+    def holds(self, folder: str | Path) -> bool:
+        """Return whether images are searched for in this folder."""
+        assert self.listing is not None
+        return is_searched(folder, self.listing.facts)
+
+
+class FileList(Source):
+    """A text file with a path on each line, relative to the file's folder or absolute, and a label behind a tab."""
+
+    def __init__(self, file: str | Path) -> None:
+        self.labels = parse_list(file, read_list(file))
+        self.folder = Path(file).parent
+        super().__init__(Path(file), list(self.labels))
+
+    def file(self, index: int) -> str:
+        """Return the path of an item."""
+        return os.path.join(self.folder, self.paths[index])
+
+    def label(self, index: int) -> str | None:
+        """Return the text behind the tab; else the first folder of a relative path, the last of an absolute one."""
+        path = self.paths[index]
+        return self.labels[path] or label_of(path)
+
+
+def read_list(file: str | Path) -> bytes:
+    """Return the content of a list of images on this machine."""
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UserError(f"list {file} cannot be read ({error.strerror}); check the path") from None
+
+
+def parse_list(file: str | Path, content: bytes) -> dict[str, str]:
+    """Return the label of each path of a list, in order; empty where there is none."""
+    text = content.decode("utf-8-sig", errors="surrogateescape")
+    if "\0" in text:
+        raise UserError(f"list {file} is not text in UTF-8; write it as such")
+    rows = [line.rstrip("\r").partition("\t") for line in text.split("\n") if line.strip()]
+    labels = {path.strip(): label.strip() for path, _, label in rows}
+    if not labels:
+        raise UserError(f"list {file} names no image; write one path on each line")
+    return labels
+
+
+def label_of(path: str) -> str | None:
+    """Return the first folder of a relative path, the last of an absolute one or a URL; None if there is none."""
+    if os.path.isabs(path) or is_remote(path):
+        return os.path.basename(os.path.dirname(path)) or None
+    first, slash, _ = path.removeprefix("./").partition("/")
+    return first if slash else None
+
+
 class Files(Source):
     """Image files given one by one, named by their paths below their common folder; a label is the file's folder."""
 
@@ -125,6 +202,17 @@ class Subset(Source):
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the stamp in the whole source."""
         return self.whole.stamp(int(self.chosen[index]))
+
+
+def is_searched(folder: str | Path, searched: Iterable[str | Path]) -> bool:
+    """Return whether a folder, which need not exist yet, is one of these or below one; a hidden folder is not."""
+    roots, path = {os.path.realpath(root) for root in searched}, Path(os.path.realpath(folder))
+    for parent in (path, *path.parents):
+        if str(parent) in roots:
+            return True
+        if parent.name.startswith("."):
+            return False
+    return False
 
 
 def read_file(path: str) -> bytes:
@@ -174,3 +262,154 @@ def lost_folder(path: str) -> str | None:
         return None
     except OSError:
         return folder
+
+
+def index_folder(root: Path) -> Listing:
+    """Index the relative paths, with '/', of all images below `root`, sorted; there may be none."""
+    try:
+        if not root.exists():
+            raise UserError(f"folder {root} does not exist; check the path")
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; give the folder that holds the images")
+    except OSError as error:
+        raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
+    names: list[str] = []
+    links: dict[str, str] = {}  # the first name of each file that links point to
+    facts: Facts = {}
+    problems: dict[str, str] = {}
+    visited: set[tuple[int, int]] = set()
+    pending = [""]
+    with ProgressCount("indexing", "images") as tally:
+        while pending:
+            relative = pending.pop()
+            folder = root / relative
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in visited:
+                continue
+            visited.add((status.st_dev, status.st_ino))
+            facts[os.path.abspath(folder)] = fact(folder, False)  # before it is read, so that no change is missed
+            subfolders = []
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        path = f"{relative}/{entry.name}" if relative else entry.name
+                        kind = _kind(entry)
+                        if kind == "folder":
+                            subfolders.append(path)
+                        elif kind == "link":
+                            file = os.path.realpath(entry.path)
+                            links[file] = min(path, links.get(file, path))
+                        elif kind == "file":
+                            names.append(path)
+                        elif kind == "dangling":
+                            link = os.path.abspath(entry.path)
+                            problems[link] = f"a link to {os.readlink(link)}, which is not there"
+                        if len(names) - tally.count >= PROGRESS_EVERY:
+                            tally.add(len(names) - tally.count)
+            except PermissionError:
+                raise UserError(f"folder {folder} may not be read; change its permissions") from None
+            pending += sorted(subfolders)  # of two links, the same one is followed wherever the collection is stored
+    if links:
+        files = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in names}
+        names += [path for file, path in links.items() if file not in files]
+    return Listing(sorted(names), facts, NO_EXTENTS, [], problems)
+
+
+def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:
+    """Return what an entry of a folder is to a search for images; None: it is skipped."""
+    if entry.name.startswith("."):
+        return None
+    try:
+        if entry.is_dir():
+            return "folder"
+        if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+            return "link" if entry.is_symlink() else "file"
+    except OSError:  # a link to itself, or into a folder that may not be read
+        pass
+    return "dangling" if entry.is_symlink() and not os.path.exists(entry.path) else None
+
+
+@lru_cache(maxsize=2**16)
+def _real(root: Path, folder: str) -> str:
+    return os.path.realpath(root / folder)
+
+
+Fact = tuple[int, ...]  # 1 if it is a file; mtime and ctime (ns); inode; bytes (0 for a folder)
+Facts = dict[str, Fact]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The index of a collection: its items, and by what a change of it is noticed."""
+
+    names: list[str]  # of all items, in order
+    facts: Facts  # of each folder or shard, by its full path
+    places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
+    labels: list[str]  # one for each item, or none at all
+    problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, dangling links
+    keyed_by_member: bool = False  # of shards: keys do not depend on the shard; false in indexes of version 0.1
+
+    def current(self) -> bool:
+        """Return whether the collection is still what was indexed."""
+        try:
+            same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items() if not is_remote(path))
+            remote = [path for path in self.facts if is_remote(path)] if same else []
+            same = same and stores.in_parallel(lambda path: fact(path, True), remote) == [self.facts[p] for p in remote]
+        except OSError:
+            return False
+        # the folder of a link does not change when the file that the link points to is restored
+        return same and not any(path not in self.facts and os.path.exists(path) for path in self.problems)
+
+    def save(self, path: Path) -> None:
+        """Write the index to one .npz file, whole or not at all."""
+        arrays = {
+            "names": _text(self.names),
+            "labels": _text(self.labels),
+            "facts": np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
+            "places": self.places,
+            "problems": np.frombuffer(json.dumps(self.problems).encode(), np.uint8),
+            "keyed_by_member": np.array(self.keyed_by_member),
+        }
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, buffer.getvalue(), durable=False)
+
+
+def load_listing(path: Path) -> Listing | None:
+    """Return the index in a file; None if it cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                return None  # not written by `save`, and of any size once it is unpacked
+        with np.load(path, allow_pickle=False) as file:
+            facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
+            problems = {str(k): str(v) for k, v in json.loads(file["problems"].tobytes()).items()}
+            places = file["places"].astype(np.int64)
+            keyed = "keyed_by_member" in file and bool(file["keyed_by_member"])
+            listing = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems, keyed)
+    except Exception:  # whatever is wrong with it, the collection can be indexed again
+        return None
+    shape = (len(listing.names), 3)
+    if not listing.names or not listing.facts:
+        return None
+    return listing if listing.places.shape in (shape, (0, 3)) and len(listing.labels) in (0, shape[0]) else None
+
+
+def fact(path: str | Path, is_file: bool) -> Fact:
+    """Return the facts of a file or folder, by which a change of it is noticed."""
+    if is_remote(str(path)):
+        stored = stores.stat(str(path))
+        return 1, stored.version, 0, 0, stored.size
+    status = os.stat(path)
+    size = status.st_size if is_file else 0
+    return int(is_file), status.st_mtime_ns, status.st_ctime_ns, status.st_ino, size
+
+
+def _text(lines: list[str]) -> NDArray[np.uint8]:
+    """Encode lines, which can contain any byte but NUL."""
+    return np.frombuffer("\0".join(lines).encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _lines(array: NDArray[np.uint8]) -> list[str]:
+    text = array.tobytes().decode("utf-8", "surrogateescape")
+    return text.split("\0") if text else []

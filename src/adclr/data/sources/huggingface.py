@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
-from adclr.data.sources import Source
-from adclr.data.sources.image_folder import is_searched
+from adclr.data.sources import Source, is_searched
 from adclr.system.optional import require
 
 STATE = "state.json"  # a file of every such data set

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from adclr.config.parsing import UserError
-from adclr.data.sources import SUFFIXES, Source, read_file
-from adclr.data.sources.file_list import label_of, parse_list, read_list
+from adclr.data.sources import SUFFIXES, Source, label_of, parse_list, read_file, read_list
 from adclr.data.sources.store_reader import NUM_AHEAD, StoreReader
 from adclr.system import stores
 from adclr.system.stores import StoreFile

@@ -21,9 +21,7 @@ import numpy as np
 
 from adclr.config.parsing import UserError
 from adclr.data.random_draws import Keys, key_of
-from adclr.data.sources import SUFFIXES, Source
-from adclr.data.sources.image_folder import is_searched
-from adclr.data.sources.listing import Facts, Listing, fact
+from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
 from adclr.system import stores
 from adclr.system.progress import ProgressCount

@@ -16,8 +16,7 @@ import numpy as np
 
 from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable
-from adclr.data.sources import Source, Subset
-from adclr.data.sources.image_folder import ImageFolder
+from adclr.data.sources import ImageFolder, Source, Subset
 from adclr.features import drawing
 from adclr.features.analysis import Grid, InputImage
 from adclr.features.explorer.library import Library
