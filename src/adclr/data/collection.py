@@ -16,7 +16,7 @@ from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.sources import FileList, ImageFolder, Listing, Source, huggingface_cache, index_folder, load_listing
 from adclr.data.sources.huggingface import HuggingFace
-from adclr.data.sources.stores import StoreFolder, open_list
+from adclr.data.sources.object_stores import StoreFolder, open_list
 from adclr.data.sources.tables import SUFFIXES as TABLES
 from adclr.data.sources.tables import Tables
 from adclr.data.sources.tar_shards import TarShards
