@@ -159,6 +159,8 @@ MODEL_PACKAGES = {
     *("torch", "math", "typing", "collections", "functools", "importlib", "sys", "dataclasses", "__future__"),
     *("logging", "time"),  # of compiling
 }
+# Sections of settings are called as what they set, `Config` is of one kernel, `Finding` of one diagnosis.
+SHARED_NAMES = {"Settings", "Views", "Probe", "Config", "Finding", "Sample"}
 METHOD = ("model.method", "model.losses", "model.heads", "data.view_plan")
 
 
@@ -316,6 +318,16 @@ def test_run_and_settings_are_the_shape_of_an_evaluation() -> None:
                 with_names[node.name].add(name)
     evaluations = {f"evals.{name}" for name in evals.NAMES}
     assert with_names == {"run": evaluations, "Settings": {*evaluations, "config.settings"}}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """One meaning for each name, but for `SHARED_NAMES`."""
+    homes: dict[str, set[str]] = {}
+    for name, path in modules(SOURCE).items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(name)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in SHARED_NAMES} == {}
 
 
 def test_no_submodule_hides_a_public_function() -> None:
