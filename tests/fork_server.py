@@ -46,12 +46,13 @@ class ForkServer:
         return self.process.poll() is None and read_at_import(environment) == self.fixed
 
     def run(
-        self, arguments: list[str], environment: dict[str, str], timeout: float
+        self, program: str | None, arguments: list[str], environment: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python -m adclr` with arguments, in the working folder of the caller."""
+        """Run `python -m adclr`, or `python -c program`, with arguments, in the working folder of the caller."""
         with tempfile.TemporaryDirectory() as name:
             outputs = [str(Path(name, kind)) for kind in ("stdout", "stderr")]
-            self._send({"arguments": arguments, "environment": environment, "folder": os.getcwd(), "outputs": outputs})
+            request = {"program": program, "arguments": arguments, "environment": environment}
+            self._send(request | {"folder": os.getcwd(), "outputs": outputs})
             pid = self._receive(60)
             try:
                 status = self._receive(timeout)
@@ -103,7 +104,7 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[0] = request["folder"]
-    sys.argv = ["adclr", *request["arguments"]]
+    sys.argv = ["-c" if request["program"] else "adclr", *request["arguments"]]
 
 
 if __name__ == "__main__":
@@ -114,4 +115,7 @@ if __name__ == "__main__":
     request = serve()
     if request is not None:  # in a fork, which ends as any process does
         become(request)
-        runpy.run_module("adclr", run_name="__main__", alter_sys=True)
+        if request["program"]:
+            exec(compile(request["program"], "<program>", "exec"))
+        else:
+            runpy.run_module("adclr", run_name="__main__", alter_sys=True)
