@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class ForkServer:
         self.fixed = read_at_import(environment)
         command = [sys.executable, __file__]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.received = b""
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Return whether a command with these variables may be a fork."""
@@ -53,7 +55,7 @@ class ForkServer:
             outputs = [str(Path(name, kind)) for kind in ("stdout", "stderr")]
             request = {"program": program, "arguments": arguments, "environment": environment}
             self._send(request | {"folder": os.getcwd(), "outputs": outputs})
-            pid = self._receive(60)
+            pid = self._receive(timeout)  # the first one waits for the imports
             try:
                 status = self._receive(timeout)
             except TimeoutError:
@@ -69,10 +71,17 @@ class ForkServer:
         self.process.stdin.flush()
 
     def _receive(self, timeout: float) -> int:
+        """Return the next number; select would not notice one that a buffered file has read already."""
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
-            raise TimeoutError
-        return int(self.process.stdout.readline())
+        end = time.monotonic() + timeout
+        while b"\n" not in self.received:
+            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TimeoutError
+            part = os.read(self.process.stdout.fileno(), 4096)
+            assert part, "the fork server has ended"
+            self.received += part
+        number, _, self.received = self.received.partition(b"\n")
+        return int(number)
 
     def close(self) -> None:
         """End the process."""
