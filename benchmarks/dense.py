@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adclr.evals import segmentation
-from adclr.evals.incontext import Encoder, Memory, predict_labels
+from adclr.evals.incontext import Encoder, PatchMemory, predict_labels
 from adclr.evals.mask_rcnn import Detector
 from adclr.system.devices import autocast_dtype, select_device
 from adclr.weights.backbone import Weights, create_backbone
@@ -64,7 +64,7 @@ def in_context(options: argparse.Namespace, device: torch.device) -> list[dict[s
         queries = encode(images).flatten(0, 1)
         for size in options.memory:
             keys = torch.nn.functional.normalize(torch.randn(size, weights.vit.dim, device=device), dim=1)
-            memory = Memory(keys.to(queries.dtype), torch.rand(size, 21, device=device).to(queries.dtype))
+            memory = PatchMemory(keys.to(queries.dtype), torch.rand(size, 21, device=device).to(queries.dtype))
             seconds, peak = timed(
                 device, options.repeats, lambda memory=memory: predict_labels(memory, queries, 30, 0.02)
             )

@@ -32,9 +32,7 @@ WITHOUT_TORCH = (
     *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional"),
     *("system.locks", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
-    *("system.stores", "system.store_urls", "system.store_cache", "system.store_mirror", "data.store_reader"),
-    *("data.store_sources", "data.tar_shards", "data.tables", "data.table_files", "data.huggingface"),
-    *("data.sources", "data.collection", "data.decode"),
+    *("system.stores", "data.sources", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.random_draws"),
 )
@@ -161,6 +159,8 @@ MODEL_PACKAGES = {
     *("torch", "math", "typing", "collections", "functools", "importlib", "sys", "dataclasses", "__future__"),
     *("logging", "time"),  # of compiling
 }
+# Sections of settings are called as what they set, `Config` is of one kernel, `Finding` of one diagnosis.
+SHARED_NAMES = {"Settings", "Views", "Probe", "Config", "Finding", "Sample"}
 METHOD = ("model.method", "model.losses", "model.heads", "data.view_plan")
 
 
@@ -318,6 +318,16 @@ def test_run_and_settings_are_the_shape_of_an_evaluation() -> None:
                 with_names[node.name].add(name)
     evaluations = {f"evals.{name}" for name in evals.NAMES}
     assert with_names == {"run": evaluations, "Settings": {*evaluations, "config.settings"}}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """One meaning for each name, but for `SHARED_NAMES`."""
+    homes: dict[str, set[str]] = {}
+    for name, path in modules(SOURCE).items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(name)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in SHARED_NAMES} == {}
 
 
 def test_no_submodule_hides_a_public_function() -> None:

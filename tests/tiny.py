@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 from adclr.config import parsing
 from adclr.config.settings import Settings
+from fork_server import ForkServer
 
 # As small as a run can be and still have every part.
 TINY: dict[str, Any] = {
@@ -55,11 +57,19 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 Adclr = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def adclr_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "adclr", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment,
-    )
+_server: list[ForkServer] = []  # of this process, from its first command on
+
+
+def adclr_command(
+    *arguments: object, program: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does, or by a program that calls it; variables are added to the environment."""
+    variables = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
+    words = [*map(str, arguments)]
+    if not _server:
+        _server.append(ForkServer(variables))
+        atexit.register(_server[0].close)
+    if _server[0].serves(variables):
+        return _server[0].run(program, words, variables, timeout=600)
+    command = [sys.executable, *(["-c", program] if program else ["-m", "adclr"]), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)

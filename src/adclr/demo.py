@@ -17,7 +17,7 @@ from adclr.data.sets import scenes
 from adclr.data.sets.scenes import NUM_TRAIN, NUM_VAL, SIZE, Scene
 from adclr.features import analysis, drawing, figures
 from adclr.features.analysis import Box
-from adclr.features.drawing import Cell
+from adclr.features.drawing import Tile
 from adclr.system import outputs
 from adclr.system.files import check_writable
 from adclr.training import launch, loop
@@ -78,7 +78,7 @@ def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
         cells = figures.query_image(weights, image, query_boxes(scene)).cells(figures.CELL)
         colors = basis.colors(part).reshape(*image.grid(weights.vit), 3)
         cells.append(
-            Cell(drawing.overlay_colors(drawing.display_image(image.pixels, figures.CELL), colors), "components")
+            Tile(drawing.overlay_colors(drawing.display_image(image.pixels, figures.CELL), colors), "components")
         )
         rows.append(cells)
     return drawing.compose_sheet(rows, [image.name for image in inputs], figures.QUERY_BAR)

@@ -15,10 +15,10 @@ import pytest
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import sources, tar_shards
+from adclr.data import sources
 from adclr.data.collection import expand, open_source
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import ImageFolder
+from adclr.data.sources import ImageFolder, tar_shards
 from adclr.training import launch
 from tiny import TINY, Adclr, words
 

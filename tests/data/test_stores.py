@@ -11,10 +11,10 @@ import pytest
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import file_stamps, store_reader, tar_shards
+from adclr.data import file_stamps
 from adclr.data.collection import open_source
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import ImageFolder
+from adclr.data.sources import ImageFolder, store_reader, tar_shards
 from adclr.system import stores
 from store_server import Server
 from tiny import TINY

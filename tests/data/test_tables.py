@@ -15,12 +15,12 @@ from pyarrow import parquet
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import sources, tables
+from adclr.data import sources
 from adclr.data.collection import open_source
 from adclr.data.random_draws import key_of
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import ImageFolder
-from adclr.data.tables import Tables
+from adclr.data.sources import ImageFolder, tables
+from adclr.data.sources.tables import Tables
 from adclr.training import launch
 from tiny import TINY
 

@@ -15,7 +15,7 @@ from PIL import Image
 import adclr as package
 from adclr.data.sets.pixels import IGNORE, open_segmented
 from adclr.evals import frames, incontext
-from adclr.evals.incontext import Memory, patch_labels, predict_labels, sample_patches
+from adclr.evals.incontext import PatchMemory, patch_labels, predict_labels, sample_patches
 from adclr.features import reader
 from dense_scenes import backbone, evaluated, saved, segmented
 from tiny import TINY
@@ -23,7 +23,7 @@ from tiny import TINY
 CPU = torch.device("cpu")
 
 
-def slow(memory: Memory, query: torch.Tensor, k: int, temperature: float) -> list[float]:
+def slow(memory: PatchMemory, query: torch.Tensor, k: int, temperature: float) -> list[float]:
     similarity = [float(key.double() @ query.double()) for key in memory.keys]
     nearest = sorted(range(len(similarity)), key=lambda i: -similarity[i])[:k]
     weights = [math.exp(similarity[i] / temperature) for i in nearest]
@@ -35,7 +35,7 @@ def slow(memory: Memory, query: torch.Tensor, k: int, temperature: float) -> lis
 def test_the_nearest_are_read_by_a_softmax_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(300, 8), dim=1)
-    memory = Memory(keys, torch.rand(300, 4))
+    memory = PatchMemory(keys, torch.rand(300, 4))
     queries = torch.nn.functional.normalize(torch.randn(20, 8), dim=1)
     expected = torch.tensor([slow(memory, query, 30, 0.05) for query in queries])
     whole = predict_labels(memory, queries, 30, 0.05)
@@ -43,7 +43,7 @@ def test_the_nearest_are_read_by_a_softmax_in_any_chunks(monkeypatch: pytest.Mon
     monkeypatch.setattr(incontext, "MAX_SIMILARITIES", 1200)
     monkeypatch.setattr(incontext, "MAX_KEYS", 64)
     torch.testing.assert_close(predict_labels(memory, queries, 30, 0.05), whole, atol=1e-6, rtol=0)
-    few = predict_labels(Memory(keys[:5], memory.labels[:5]), queries, 30, 1e6)  # all there are, and all alike
+    few = predict_labels(PatchMemory(keys[:5], memory.labels[:5]), queries, 30, 1e6)  # all there are, and all alike
     torch.testing.assert_close(few, memory.labels[:5].mean(dim=0).expand(20, -1), atol=1e-4, rtol=0)
 
 
@@ -83,7 +83,7 @@ def test_ideal_features_score_100() -> None:
     labels = classes.repeat_interleave(4, 1).repeat_interleave(4, 2).to(torch.uint8)
     features = torch.eye(num_classes)[classes.flatten(1)].flatten(0, 1)
     shares = patch_labels(labels, grid, 4, num_classes).flatten(0, 1) / 16
-    said = predict_labels(Memory(features, shares), features, 30, 0.02)
+    said = predict_labels(PatchMemory(features, shares), features, 30, 0.02)
     assert torch.equal(said.argmax(dim=1), classes.flatten())
     confusion = incontext.iou.Confusion(num_classes, CPU)
     confusion.add(said.argmax(dim=1), classes.flatten())

@@ -16,7 +16,7 @@ from adclr.data.augment import crop
 from adclr.data.random_draws import Draws, crop_boxes
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import linear
-from adclr.evals.crops import ASPECT, Crops, fit_batch_size
+from adclr.evals.crops import ASPECT, TrainingCrops, fit_batch_size
 from adclr.evals.task import crop_size
 from adclr.model.vit import VisionTransformer
 from plain_images import colored, weights
@@ -130,7 +130,7 @@ def test_the_place_of_an_unreadable_image_has_the_next_ones_label(tmp_path: Path
     labeled = open_labeled(data)
     last = [index for index, label in enumerate(labeled.train.labels) if label == 0][-1]  # the next is of class 1
     (data / "train" / labeled.train.source.paths[last]).write_bytes(b"no image")
-    crops = Crops(weights(), labeled, linear.Settings(), CPU, 24, 12, 0.08)
+    crops = TrainingCrops(weights(), labeled, linear.Settings(), CPU, 24, 12, 0.08)
     shown = crops.batches(0, 1, 12, lambda images, _: (images, None))
     (batch,) = list(shown)
     shown.close()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from adclr.data.packed import pack
 from adclr.data.random_draws import Draws
 from adclr.data.sets.pixels import IGNORE, open_segmented
-from adclr.evals.scaled_crops import NUM_COLOR_DRAWS, TRIES, CropPlan, ScaledCrops, crop, distort_colors
+from adclr.evals.scaled_crops import NUM_COLOR_DRAWS, TRIES, ScaledCropPlan, ScaledCrops, crop, distort_colors
 from dense_scenes import backbone, segmented, striped
 
 CPU = torch.device("cpu")
@@ -21,10 +21,12 @@ SIZES = [(20, 30), (33, 17), (24, 24)]
 RESIZED = [(40, 60), (25, 13), (24, 24)]  # larger, smaller, as it is
 
 
-def plan_of(corners: list[tuple[int, int]], flip: list[bool]) -> CropPlan:
+def plan_of(corners: list[tuple[int, int]], flip: list[bool]) -> ScaledCropPlan:
     all_tries = np.repeat(np.array(corners)[:, None], TRIES, axis=1)
     draws = Draws(0, 0, np.arange(3, dtype=np.uint64))
-    return CropPlan(np.array(RESIZED), all_tries, np.array(flip), np.zeros((3, NUM_COLOR_DRAWS), np.float32), draws)
+    return ScaledCropPlan(
+        np.array(RESIZED), all_tries, np.array(flip), np.zeros((3, NUM_COLOR_DRAWS), np.float32), draws
+    )
 
 
 def test_a_crop_is_a_piece_of_the_resized_image() -> None:
@@ -55,7 +57,7 @@ def test_a_crop_with_too_much_of_one_class_is_drawn_again() -> None:
     image = np.concatenate([striped(64, 64), label])
     corners = np.zeros((1, TRIES, 2), np.int64)  # all class 0
     corners[0, 4:] = (0, 30)  # half of each
-    plan = CropPlan(
+    plan = ScaledCropPlan(
         np.array([[64, 64]]),
         corners,
         np.array([False]),

@@ -13,7 +13,7 @@ from PIL import Image
 
 import adclr as package
 from adclr.data.collection import open_source
-from adclr.data.store_reader import read_ahead
+from adclr.data.sources.store_reader import read_ahead
 from store_server import Server
 from tiny import TINY
 

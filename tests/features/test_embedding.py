@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 from functools import cache
@@ -35,7 +33,7 @@ from adclr.features.embedding import Network
 from adclr.features.embedding_files import Parts
 from adclr.features.reader import SameSize, center_crop, whole_image
 from adclr.weights.backbone import Weights, architecture, architecture_of, load_weights, save_backbone
-from tiny import Adclr, tiny
+from tiny import Adclr, adclr_command, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(24, 40), (40, 24), (24, 24), (9, 33), (24, 40), (17, 17), (50, 40)]
@@ -245,11 +243,7 @@ def test_a_killed_embedding_goes_on(
     package.embed(weights, photos, out=tmp_path / "whole.parquet", **settings)
     out = tmp_path / "f.parquet"
     words = ["embed", weights, photos, "--out", out, *(f"{name}={value}" for name, value in settings.items())]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLER, where, *map(str, words)],
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    killed = adclr_command(where, *words, program=KILLER, OMP_NUM_THREADS="1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not out.exists()
     done = sorted((tmp_path / "f.parquet.parts" / "_done").glob("*.json"))

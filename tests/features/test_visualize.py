@@ -12,7 +12,7 @@ from PIL import Image
 
 from adclr.config.parsing import UserError, build
 from adclr.features import analysis, drawing, figures, visualize
-from adclr.features.drawing import Cell, ColorBar
+from adclr.features.drawing import ColorBar, Tile
 from adclr.features.visualize import FIGURES
 from adclr.training import launch, loop
 from tiny import TINY, Adclr
@@ -119,7 +119,7 @@ def test_what_is_not_on_the_sheet_is_said(
     said: dict[str, str] = {}
     sheet = drawing.compose_sheet
 
-    def noted(rows: list[list[Cell]], *given: object, **named: object) -> Image.Image:
+    def noted(rows: list[list[Tile]], *given: object, **named: object) -> Image.Image:
         found = sheet(rows, *given, **named)  # type: ignore[arg-type]
         words = [word for word in (*given, *named.values()) if isinstance(word, str)]
         said[f"{len(rows)}x{len(rows[0])}"] = " ".join(words)
@@ -149,7 +149,7 @@ def test_sheets_have_images_from_the_whole_collection(
     shown: list[str] = []
     sheet = drawing.compose_sheet
 
-    def noted(cells: list[list[Cell]], *given: Any, **named: Any) -> Image.Image:
+    def noted(cells: list[list[Tile]], *given: Any, **named: Any) -> Image.Image:
         shown[:] = given[0] if given else [cell.title for row in cells for cell in row if cell.title]
         return sheet(cells, *given, **named)
 
@@ -235,7 +235,7 @@ def test_the_colors_rise_in_brightness() -> None:
 
 
 def test_a_sheet_has_room_for_its_words() -> None:
-    cell = Cell(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
+    cell = Tile(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
     made = drawing.compose_sheet(
         [[cell, cell], [cell]], ["one", "two/" + "x" * 400], ColorBar("0", "1", "what it means " * 40)
     )

@@ -13,7 +13,7 @@ from adclr.data.sets import davis
 from adclr.data.sets.coco import open_instances
 from adclr.data.sets.pixels import open_segmented
 from adclr.evals import detection, incontext, segmentation, video
-from adclr.evals.incontext import Memory, predict_labels
+from adclr.evals.incontext import PatchMemory, predict_labels
 from adclr.evals.scaled_crops import crop
 from dense_scenes import backbone, instances, segmented, striped
 from on_gpu import CUDA
@@ -39,7 +39,7 @@ def test_the_nearest_of_a_large_memory_are_found() -> None:
     keys = torch.nn.functional.normalize(torch.randn(300_000, 64, device=CUDA), dim=1)
     labels = torch.rand(300_000, 9, device=CUDA)
     queries = torch.nn.functional.normalize(keys[::1000] + 0.3 * torch.randn(300, 64, device=CUDA), dim=1)
-    found = predict_labels(Memory(keys.half(), labels.half()), queries.half(), 30, 0.02)
+    found = predict_labels(PatchMemory(keys.half(), labels.half()), queries.half(), 30, 0.02)
     similarity, nearest = (queries @ keys.T).topk(30, dim=1)
     expected = torch.einsum("nk,nkc->nc", (similarity / 0.02).softmax(dim=1), labels[nearest])
     assert (found - expected).abs().mean() < 5e-3

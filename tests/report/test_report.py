@@ -25,7 +25,7 @@ from adclr.report import charts
 from adclr.report import live as live_module
 from adclr.report.live import LiveReport, choose_images
 from adclr.report.metrics import describe_status
-from adclr.report.page import format_duration, render_page
+from adclr.report.page import format_run_time, render_page
 from adclr.report.record import read_record
 from adclr.system.runs import Run
 from adclr.training import launch, loop
@@ -388,5 +388,5 @@ def test_a_chart_of_little_is_a_chart() -> None:
         assert "nan" not in text
         assert "inf" not in text
         read(text)
-    assert format_duration(3725) == "1 h 02 min"
-    assert format_duration(65) == "1 min 5 s"
+    assert format_run_time(3725) == "1 h 02 min"
+    assert format_run_time(65) == "1 min 5 s"

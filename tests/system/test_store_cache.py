@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from adclr.config.parsing import UserError
-from adclr.system import store_cache
-from adclr.system.store_cache import TRAILER, LocalCache, local_cache, part_name
+from adclr.system.stores import cache as store_cache
+from adclr.system.stores.cache import TRAILER, LocalCache, local_cache, part_name
 
 
 def name(number: int, version: int = 0) -> str:

@@ -14,7 +14,7 @@ from PIL import Image, ImageFont
 from adclr import cli
 from adclr.evals.accuracy import draw_confusion
 from adclr.features import drawing
-from adclr.features.drawing import Cell
+from adclr.features.drawing import Tile
 from adclr.system import fonts
 from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
@@ -155,7 +155,7 @@ def no_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def name_of_row(name: str) -> Image.Image:
     """What a sheet draws beside a row."""
-    sheet = drawing.compose_sheet([[Cell(Image.new("RGB", (60, 60), "white"))]], [name])
+    sheet = drawing.compose_sheet([[Tile(Image.new("RGB", (60, 60), "white"))]], [name])
     return sheet.crop((0, 0, sheet.width - 60 - drawing.PAD, sheet.height))
 
 

@@ -36,7 +36,7 @@ from adclr.training.methods import evaluated
 from adclr.weights import networks
 from adclr.weights.backbone import Weights, architecture, load_weights, save_backbone
 from dense_scenes import segmented
-from tiny import TINY, TINY_STUDENT, Adclr, tiny, words
+from tiny import TINY, TINY_STUDENT, Adclr, adclr_command, tiny, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,13 +159,10 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, teacher: Path, 
         "        time.sleep(0.01)\n"
         "j.Journal.step = dead; main(sys.argv[1:])"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as this process has
-    killed = subprocess.run([sys.executable, "-c", killer, "distill", *command], capture_output=True, env=environment)
+    killed = adclr_command("distill", *command, program=killer, OMP_NUM_THREADS="1")  # as this process has
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert Run(parts).steps() == [3]
-    done = subprocess.run(
-        [sys.executable, "-m", "adclr", "distill", *command], capture_output=True, text=True, env=environment
-    )
+    done = adclr_command("distill", *command, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     for name in ("student", "optimizer"):
         assert_same(*(run / f"checkpoints/step_8/{name}.safetensors" for run in (whole, parts)))

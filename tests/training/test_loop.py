@@ -25,7 +25,7 @@ from adclr.config.settings import Settings
 from adclr.data import batches
 from adclr.system.runs import Run
 from adclr.training import checkpoint_writer, job, journal, launch
-from tiny import THREADS, TINY, words
+from tiny import TINY, adclr_command, words
 
 PARTS = ("student", "teacher", "optimizer", "centers")
 
@@ -57,7 +57,7 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path,
     pretrain(images / "train", whole, num_workers=1, **FULL)  # 2 epochs of 4 steps
     assert Run(whole).steps() == [8]
     changes = TINY | FULL | {"checkpoint_every_steps": first, "num_workers": workers}
-    command = [sys.executable, "-m", "adclr", "pretrain", str(images / "train"), "--out", str(parts), *words(changes)]
+    command = ["pretrain", images / "train", "--out", parts, *words(changes)]
     # the process stops itself dead, in the middle of an epoch and of a line of metrics, two steps later
     killer = (
         "import os, signal, sys, time, adclr.training.journal as j; from adclr.cli import main; step = j.Journal.step\n"
@@ -68,12 +68,11 @@ def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path,
         "        time.sleep(0.01)\n"
         "j.Journal.step = dead; main(sys.argv[1:])"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
-    killed = subprocess.run([sys.executable, "-c", killer, *command[3:]], capture_output=True, env=environment)
-    assert killed.returncode == -signal.SIGKILL
+    killed = adclr_command(*command, program=killer)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert Run(parts).steps() == [first]
     assert [row["step"] for row in Run(parts).rows("metrics.jsonl")] == list(range(2, first + 2, 2))
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = adclr_command(*command)
     assert done.returncode == 0, done.stderr
     assert_same_state(whole, parts, 8)
     a, b = load_file(whole / "backbone.safetensors"), load_file(parts / "backbone.safetensors")

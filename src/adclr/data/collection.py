@@ -13,17 +13,16 @@ import numpy as np
 
 from adclr.config.auto import Choice, choose
 from adclr.config.parsing import UserError
-from adclr.data import huggingface_cache
 from adclr.data.decode import Unreadable, size_of
-from adclr.data.huggingface import HuggingFace
-from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
-from adclr.data.store_sources import StoreFolder, open_list
-from adclr.data.tables import SUFFIXES as TABLES
-from adclr.data.tables import Tables
-from adclr.data.tar_shards import TarShards
+from adclr.data.sources import FileList, ImageFolder, Listing, Source, huggingface_cache, index_folder, load_listing
+from adclr.data.sources.huggingface import HuggingFace
+from adclr.data.sources.object_stores import StoreFolder, open_list
+from adclr.data.sources.tables import SUFFIXES as TABLES
+from adclr.data.sources.tables import Tables
+from adclr.data.sources.tar_shards import TarShards
 from adclr.system import stores
 from adclr.system.machine import gpu_bytes
-from adclr.system.store_urls import base_name, conceal, is_remote
+from adclr.system.stores.urls import base_name, conceal, is_remote
 from adclr.system.threads import ThreadPool, wait_for
 
 LISTS = (".txt", ".lst", ".list")

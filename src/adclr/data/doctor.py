@@ -25,14 +25,14 @@ from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.decode import FORMATS, Decoder, Pixels, Unreadable, is_deep, tiff_bands
 from adclr.data.sources import Source, error_reason
-from adclr.data.store_reader import read_ahead
-from adclr.data.tar_shards import TarShards
+from adclr.data.sources.store_reader import read_ahead
+from adclr.data.sources.tar_shards import TarShards
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 from adclr.system.runs import provenance
-from adclr.system.store_urls import conceal
+from adclr.system.stores.urls import conceal
 from adclr.system.text import format_size, printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing

@@ -28,7 +28,7 @@ from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed, pack
 from adclr.data.random_draws import Keys
 from adclr.data.sources import Source, error_reason, raise_with_name
-from adclr.data.store_reader import read_ahead
+from adclr.data.sources.store_reader import read_ahead
 from adclr.system import distributed, machine
 from adclr.system.threads import NUM_ASSEMBLERS, load_in_order
 

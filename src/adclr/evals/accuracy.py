@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from adclr.data.sets.classes import LabeledImages
-from adclr.features.drawing import INK, PAPER, Cell, ColorBar, compose_sheet, viridis
+from adclr.features.drawing import INK, PAPER, ColorBar, Tile, compose_sheet, viridis
 from adclr.system import distributed, outputs
 from adclr.system.files import write_atomically
 from adclr.system.fonts import drawable_text
@@ -102,7 +102,7 @@ def draw_confusion(path: Path, counts: Counts, classes: list[str], title: str = 
         ImageDraw.Draw(strip).text((strip.width // 2, LINE // 2), text, fill=INK, font=words, anchor="mm")
         image.paste(strip.rotate(90, expand=True) if rotated else strip, (0, margin) if rotated else (margin, 0))
     scale = ColorBar("0 %", "100 %", "of the images of the true class")
-    write_atomically(path, outputs.encode_png(compose_sheet([[Cell(image, title)]], bar=scale, text=16), "evaluate"))
+    write_atomically(path, outputs.encode_png(compose_sheet([[Tile(image, title)]], bar=scale, text=16), "evaluate"))
 
 
 def _labels(classes: list[str]) -> tuple[dict[int, str], str]:

@@ -58,7 +58,7 @@ class CropBatch:
 Transform = Callable[[Tensor, Draws], tuple[Tensor, Tensor | None]]  # crops in [0, 1] -> normalized, and path scales
 
 
-class Crops:
+class TrainingCrops:
     """Batches of the train split; `batch_size` is that of all processes.
 
     With `pairs` each process gets an even number of images.

@@ -30,7 +30,7 @@ from adclr.data.feed import Batch, Feed
 from adclr.data.prefetch import Prefetcher
 from adclr.data.random_draws import Draws, Keys, combine, epoch_order, key_of
 from adclr.data.sets import coco
-from adclr.data.sets.coco import Instances, Object, fill_mask, import_masks, open_instances
+from adclr.data.sets.coco import Instance, Instances, fill_mask, import_masks, open_instances
 from adclr.data.sets.pixels import IGNORE
 from adclr.evals import trainer
 from adclr.evals.features import count_unreadable
@@ -178,7 +178,7 @@ class Examples:
         path_scales = drop_path_scales(plan.draws, self.depth, self.settings.drop_path, self.device)
         return _DetectionBatch(images, targets, plan.sides.tolist(), path_scales)
 
-    def _target(self, objects: list[Object], height: int, width: int, flip: bool) -> dict[str, Tensor]:
+    def _target(self, objects: list[Instance], height: int, width: int, flip: bool) -> dict[str, Tensor]:
         """Return the boxes, labels and masks of an image as torchvision's Mask R-CNN takes them."""
         boxes = np.array([item.box for item in objects], np.float32).reshape(-1, 4)
         labels = np.array([item.kind + 1 for item in objects], np.int64)

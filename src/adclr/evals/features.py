@@ -13,7 +13,7 @@ from torch import Tensor
 from adclr.config.parsing import UserError
 from adclr.data.sets.classes import Split
 from adclr.data.sources import Source
-from adclr.features.reader import Batch, ImageReader, center_crop, normalizer, split_batches
+from adclr.features.reader import ImageBatch, ImageReader, center_crop, normalizer, split_batches
 from adclr.system import distributed
 from adclr.system.machine import host_memory
 from adclr.system.progress import track
@@ -56,7 +56,7 @@ class CenterCrops:
         height, width = size or weights.vit.input_size
         num_bytes = len(indices) * weights.vit.num_channels * height * width
         self.cache = cache and num_bytes <= CACHE_SHARE * host_memory() / distributed.local_world_size()
-        self.cached: list[Batch] | None = None
+        self.cached: list[ImageBatch] | None = None
         reading_device = torch.device("cpu") if self.cache else device
         framing = center_crop((height, width))
         self.reader = ImageReader(source, weights.decoder, framing, reading_device, num_workers)
@@ -65,7 +65,7 @@ class CenterCrops:
         """Return the number of batches."""
         return len(self.order)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[ImageBatch]:
         if self.cached is not None:
             yield from self.cached
             return

@@ -29,7 +29,7 @@ from adclr.data.random_draws import Draws, combine, key_of
 from adclr.data.sets.classes import LabeledImages
 from adclr.evals import trainer
 from adclr.evals.accuracy import accuracies, count_images
-from adclr.evals.crops import CropBatch, Crops, Transform
+from adclr.evals.crops import CropBatch, TrainingCrops, Transform
 from adclr.evals.features import CenterCrops, compute_features, readable_labels
 from adclr.evals.mixing import Eraser, draw_mix, drop_path_scales, smooth_labels
 from adclr.evals.randaugment import randaugment
@@ -137,7 +137,7 @@ class FinetuneTrainer(Trainer):
     labeled: LabeledImages
     model: Classifier
     ema: Classifier | None
-    crops: Crops
+    crops: TrainingCrops
     val_crops: CenterCrops
     val_labels: Tensor
     size: int
@@ -274,7 +274,7 @@ def assemble(
     readable = compute_features(val_crops, lambda images: images[:, 0, 0, :1], "val images", distributed.is_main())
     val_labels = readable_labels(readable, labeled.val, labeled.classes, settings.max_unreadable)
     pairs = bool(settings.mixup or settings.cutmix)
-    crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
+    crops = TrainingCrops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop, pairs)
     local_size = crops.batch_size // distributed.world_size()
     micro = min(settings.micro_batch_size or local_size, local_size)
     if local_size % micro or (pairs and micro % 2):

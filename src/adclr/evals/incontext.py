@@ -61,7 +61,7 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:
     return score(weights, segmented, settings, device, distributed.is_main(), prefix)
 
 
-class Memory(NamedTuple):
+class PatchMemory(NamedTuple):
     """Features of labeled patches, and the share of each class in their pixels."""
 
     keys: Tensor  # M×D, of length 1
@@ -115,7 +115,7 @@ def sample_patches(counts: Tensor, max_patches: int, uniform: Tensor) -> Tensor:
 @torch.no_grad()
 def _build_memory(
     weights: Weights, segmented: Segmented, settings: Settings, device: torch.device, show: bool
-) -> tuple[Memory, int]:
+) -> tuple[PatchMemory, int]:
     """Return the memory of all processes, in the order of the images, and the number of unreadable images."""
     encode = Encoder(weights, settings.precision, device)
     patch, num_classes = weights.vit.patch_size, len(segmented.classes)
@@ -165,7 +165,7 @@ def _build_memory(
     labels = _gather_rows([labels for _, labels in parts], positions, num_classes, device)
     if not len(keys):
         raise UserError(f"no patch of {segmented.train.root} has a label; see to {segmented.train.labels}")
-    return Memory(keys, labels), num_unreadable
+    return PatchMemory(keys, labels), num_unreadable
 
 
 def _gather_rows(parts: list[Tensor], positions: Tensor, width: int, device: torch.device) -> Tensor:
@@ -177,7 +177,7 @@ def _gather_rows(parts: list[Tensor], positions: Tensor, width: int, device: tor
     return all_rows[all_positions.argsort(stable=True).to(all_rows.device)]
 
 
-def predict_labels(memory: Memory, queries: Tensor, k: int, temperature: float) -> Tensor:
+def predict_labels(memory: PatchMemory, queries: Tensor, k: int, temperature: float) -> Tensor:
     """Return n×K, the class shares of n×D queries: weighted means over their k nearest neighbors in the memory.
 
     At most `MAX_SIMILARITIES` are in memory at once. Neighbors are searched in the type of the features, their weights
@@ -201,7 +201,7 @@ def predict_labels(memory: Memory, queries: Tensor, k: int, temperature: float) 
     return torch.cat(predictions)
 
 
-def _average_labels(memory: Memory, queries: Tensor, nearest: Tensor, temperature: float) -> Tensor:
+def _average_labels(memory: PatchMemory, queries: Tensor, nearest: Tensor, temperature: float) -> Tensor:
     """Return the labels of the nearest neighbors, weighted by the softmax of their similarities."""
     similarity = torch.einsum("nd,nkd->nk", queries.float(), memory.keys[nearest].float())
     weight = F.softmax(similarity / temperature, dim=1)

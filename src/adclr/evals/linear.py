@@ -25,7 +25,7 @@ from adclr.config.parsing import Count, Positive, Section, Several, Share, Side,
 from adclr.data.random_draws import Keys, combine, epoch_order, key_of
 from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
-from adclr.evals.crops import Crops
+from adclr.evals.crops import TrainingCrops
 from adclr.evals.features import Features, extract_features, readable_labels
 from adclr.evals.task import ClassificationSettings, crop_size, open_classification
 from adclr.features.reader import normalizer
@@ -130,7 +130,7 @@ class _Batches(NamedTuple):
 
 
 def _batches_of_crops(
-    crops: Crops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings
+    crops: TrainingCrops, weights: Weights, features: Callable[[Tensor], Tensor], settings: Settings
 ) -> _Batches:
     """Return features of new crops in every epoch."""
     total, local_size = settings.epochs * crops.steps_per_epoch, crops.batch_size // distributed.world_size()
@@ -202,7 +202,7 @@ def score(
         _train(grid, _batches_of_features(features.values.to(device), labels.to(device), keys, settings))
         num_train = len(features.indices)
     else:
-        crops = Crops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop)
+        crops = TrainingCrops(weights, labeled, settings, device, size, settings.batch_size, settings.min_crop)
         _train(grid, _batches_of_crops(crops, weights, pool_images, settings))
         num_train = crops.num_readable()
     count, parts = min(5, len(classes)), torch.split(val.values.to(device), TEST_BATCH_SIZE)

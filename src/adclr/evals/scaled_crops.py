@@ -36,7 +36,7 @@ NUM_COLOR_DRAWS = 7  # random numbers for the colors of a crop
 
 
 @dataclass(frozen=True)
-class CropPlan:
+class ScaledCropPlan:
     """The possible crops of a batch in the resized images, and all further random choices for each image."""
 
     sizes: NDArray[np.int64]  # B×2, of the resized images
@@ -97,7 +97,7 @@ class ScaledCrops:
             orders = {e: orders[e] if e in orders else epoch_order(self.seed, e, self.pairs.keys) for e in epochs}
             yield first, np.array([orders[position // count][position % count] for position in positions.tolist()])
 
-    def _plan(self, first: int, keys: Keys, sizes: NDArray[np.int64]) -> CropPlan:
+    def _plan(self, first: int, keys: Keys, sizes: NDArray[np.int64]) -> ScaledCropPlan:
         epochs = (first + np.arange(len(keys))) // len(self.pairs)
         draws = Draws(self.seed, int(epochs[0]), keys)
         for epoch in np.unique(epochs)[1:].tolist():  # a batch may run from one epoch into the next
@@ -111,12 +111,12 @@ class ScaledCrops:
         colors = draws.uniform("colours", NUM_COLOR_DRAWS, low=-1.0, high=1.0).astype(np.float32)
         colors[draws.chance("coloured", 0.5, NUM_COLOR_DRAWS)] = 0.0
         colors[:, -1] = draws.uniform("contrast first", 1)[:, 0] < 0.5
-        return CropPlan(resized, corners, draws.chance("flip", 0.5, 1)[:, 0], colors, draws)
+        return ScaledCropPlan(resized, corners, draws.chance("flip", 0.5, 1)[:, 0], colors, draws)
 
     def batches(self, start: int, end: int, distort: bool = True) -> Prefetcher[PixelBatch]:
         """Return an iterator, to be closed, over this process's batches of steps `start` to `end` - 1."""
 
-        def make_batch(batch: Batch[CropPlan]) -> PixelBatch:
+        def make_batch(batch: Batch[ScaledCropPlan]) -> PixelBatch:
             plan = batch.plan
             images, labels, inside = crop(batch.packed.to(self.device), plan, self.size)
             if distort and images.shape[1] == 3:
@@ -130,7 +130,7 @@ class ScaledCrops:
 
 
 @torch.no_grad()
-def crop(packed: Packed, plan: CropPlan, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def crop(packed: Packed, plan: ScaledCropPlan, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return images in [0, 1], B×C×S×S, bilinear; labels B×S×S, nearest; and whether pixels lie inside, B×S×S.
 
     The pixels of all crops are gathered from `packed.bytes` at once.

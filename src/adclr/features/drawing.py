@@ -111,7 +111,7 @@ def spread_evenly(count: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Tile:
     """A picture on a sheet, with its title."""
 
     image: Image.Image
@@ -130,7 +130,7 @@ class ColorBar:
 
 
 def compose_sheet(
-    rows: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[Tile]],
     names: Sequence[str] = (),
     bar: ColorBar | None = None,
     about: str = "",
@@ -220,7 +220,7 @@ def _wrap(text: str, size: int, width: float) -> list[str]:
     return lines
 
 
-def wrapped(cells: Sequence[Cell], columns: int) -> list[Sequence[Cell]]:
+def wrapped(cells: Sequence[Tile], columns: int) -> list[Sequence[Tile]]:
     """Return cells in rows of so many columns."""
     return [cells[start : start + columns] for start in range(0, len(cells), columns)]
 

@@ -33,8 +33,8 @@ from adclr.features.embedding_files import Parts
 from adclr.features.embedding_resume import Format, PartStamps
 from adclr.features.embedding_workers import SharedParts
 from adclr.features.reader import (
-    Batch,
     Framing,
+    ImageBatch,
     ImageReader,
     SameSize,
     center_crop,
@@ -43,12 +43,13 @@ from adclr.features.reader import (
     whole_image,
 )
 from adclr.model.vit import Input, Tokens
-from adclr.system import machine, store_mirror
+from adclr.system import machine
 from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
-from adclr.system.store_urls import base_name, conceal, is_remote
+from adclr.system.stores import mirror as store_mirror
+from adclr.system.stores.urls import base_name, conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights.backbone import Weights, load_weights
 
@@ -309,7 +310,7 @@ class Network:
         return features
 
 
-class Part:
+class EmbeddedPart:
     """The rows of a part until it is complete; used by one thread, which waits for the GPU so that others need not."""
 
     def __init__(self, parts: Parts, source: Source) -> None:
@@ -342,7 +343,7 @@ class Part:
 def fill(parts: Parts, reader: ImageReader, network: Network, batch_size: int, show: bool = True) -> int:
     """Write the parts that are missing; return how many images they have."""
     num_before, started = parts.num_done(), time.monotonic()
-    part, num_images, pending = Part(parts, reader.source), 0, deque[Future[None]]()
+    part, num_images, pending = EmbeddedPart(parts, reader.source), 0, deque[Future[None]]()
     jobs = deque[tuple[int, NDArray[np.int64]]]()  # parts and indices of the batches that are on their way
 
     def order() -> Iterator[NDArray[np.int64]]:
@@ -375,7 +376,7 @@ def fill(parts: Parts, reader: ImageReader, network: Network, batch_size: int, s
     return num_images
 
 
-def _features_on_host(network: Network, batch: Batch) -> tuple[list[SizeFeatures], torch.cuda.Event | None]:
+def _features_on_host(network: Network, batch: ImageBatch) -> tuple[list[SizeFeatures], torch.cuda.Event | None]:
     """Return features that are on the host once the event has occurred; the thread that launches it does not wait."""
     features = network(batch.groups)
     if network.device.type != "cuda":

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 from adclr.config.parsing import UserError
 from adclr.features import embedding_resume
-from adclr.features.embedding_resume import MAP_KEYS, STAMPS, Facts, Format, Layout, PartStamps
+from adclr.features.embedding_resume import MAP_KEYS, STAMPS, EmbeddingLayout, Facts, Format, PartStamps
 from adclr.system import outputs
 from adclr.system.files import lock, read_json, sync, write_json
 from adclr.system.optional import check_installed
@@ -54,7 +54,7 @@ class Parts:
         overwrite: bool = False,
     ) -> None:
         self.out, self.kind, self.count, self.size, self.facts = out, kind, count, size, dict(facts)
-        self.stamps, self.overwrite, self.layout = stamps, overwrite, Layout(out, kind)
+        self.stamps, self.overwrite, self.layout = stamps, overwrite, EmbeddingLayout(out, kind)
         self.single, self.folder, self.done = self.layout.single, self.layout.folder, self.layout.done
         self.unreadable = self.layout.unreadable
         self.renewed: list[int] = []  # parts of a finished embedding whose images have changed since

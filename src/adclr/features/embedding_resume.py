@@ -27,7 +27,7 @@ STAMPS = ("time", "content")  # keys of a part in its record
 
 
 @dataclass(frozen=True)
-class Layout:
+class EmbeddingLayout:
     """The names of the files of an embedding."""
 
     out: Path
@@ -100,7 +100,7 @@ class PartStamps:
         return bool(stored.get(self.check) == self.digests[number][self.check])
 
 
-def check_files(layout: Layout, overwrite: bool) -> None:
+def check_files(layout: EmbeddingLayout, overwrite: bool) -> None:
     """Refuse files that no embedding has written, where this one would write."""
     folder = layout.folder
     if folder.is_dir() and not (layout.started.exists() and _is_description(layout.started)):
@@ -153,7 +153,7 @@ def difference(file: Path, facts: Facts) -> str | None:
     return None
 
 
-def finished(layout: Layout, facts: Facts, overwrite: bool) -> dict[str, Any] | None:
+def finished(layout: EmbeddingLayout, facts: Facts, overwrite: bool) -> dict[str, Any] | None:
     """Return the description of the same embedding if it is finished, else None; refuse another one."""
     if not layout.about.exists() or (layout.single and not layout.out.exists()):
         return None
@@ -166,7 +166,7 @@ def finished(layout: Layout, facts: Facts, overwrite: bool) -> dict[str, Any] | 
     return about if about.get("finished") else None
 
 
-def changed(layout: Layout, about: Facts, now: PartStamps) -> list[int]:
+def changed(layout: EmbeddingLayout, about: Facts, now: PartStamps) -> list[int]:
     """Return the parts of a finished embedding whose images have changed since, or whose files are gone."""
     parts, written = about.get("parts"), layout.about.stat().st_mtime_ns
     if parts is None:  # of version 0.1, whose parts cannot be told apart
@@ -179,7 +179,9 @@ def changed(layout: Layout, about: Facts, now: PartStamps) -> list[int]:
     ]
 
 
-def valid_parts(layout: Layout, about: Facts, changed: Sequence[int]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def valid_parts(
+    layout: EmbeddingLayout, about: Facts, changed: Sequence[int]
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield (number, row group in the single file, record) of the unchanged parts of a finished embedding."""
     parts = about.get("parts")
     if parts is None:

@@ -19,7 +19,7 @@ from adclr.data.decode import Pixels
 from adclr.data.random_draws import key_of
 from adclr.features import analysis, drawing
 from adclr.features.analysis import Box, Floats, InputImage
-from adclr.features.drawing import Cell, ColorBar
+from adclr.features.drawing import ColorBar, Tile
 from adclr.system.progress import track
 from adclr.weights.backbone import Weights
 
@@ -112,16 +112,16 @@ def draw_attention(weights: Weights, images: Sequence[InputImage], settings: Att
     return Figure({"attention.png": sheet}, rows, limits=limits)
 
 
-def _attention_cells(image: InputImage, maps: Floats, mass: float, side: int) -> list[Cell]:
+def _attention_cells(image: InputImage, maps: Floats, mass: float, side: int) -> list[Tile]:
     """Return the cells of (1+H)×rows×columns maps of `[CLS]`."""
     shown = drawing.display_image(image.pixels, side)
     mask = analysis.top_mass(maps[0], mass)
     return [
-        Cell(shown, "image"),
-        Cell(drawing.overlay_attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
-        Cell(drawing.dimmed(shown, mask), f"{mass:.0%} of it", f"on {mask.mean():.0%}"),
+        Tile(shown, "image"),
+        Tile(drawing.overlay_attention(shown, maps[0]), "[CLS]", _peak(maps[0])),
+        Tile(drawing.dimmed(shown, mask), f"{mass:.0%} of it", f"on {mask.mean():.0%}"),
         *(
-            Cell(drawing.overlay_attention(shown, values), f"head {n}", _peak(values))
+            Tile(drawing.overlay_attention(shown, values), f"head {n}", _peak(values))
             for n, values in enumerate(maps[1:])
         ),
     ]
@@ -157,22 +157,22 @@ class QueryMaps:
     attention: Floats  # Q×rows×columns, of the queries
     similarity: Floats  # Q×rows×columns, cosine of each answer and the patches
 
-    def cells(self, side: int) -> list[Cell]:
+    def cells(self, side: int) -> list[Tile]:
         """Return the image with its boxes, the attention of `[CLS]`, and two maps for each query."""
         shown = drawing.display_image(self.image.pixels, side)
         cells = [
-            Cell(drawing.outline_boxes(shown, self.boxes), "image"),
-            Cell(drawing.overlay_attention(shown, self.cls), "[CLS]", _peak(self.cls)),
+            Tile(drawing.outline_boxes(shown, self.boxes), "image"),
+            Tile(drawing.overlay_attention(shown, self.cls), "[CLS]", _peak(self.cls)),
         ]
         for n, (values, cosines) in enumerate(zip(self.attention, self.similarity, strict=True)):
             number, color = f" {n + 1}" if len(self.boxes) > 1 else "", drawing.mark(n)
-            cells.append(Cell(drawing.overlay_attention(shown, values), f"query{number}", _peak(values), color))
+            cells.append(Tile(drawing.overlay_attention(shown, values), f"query{number}", _peak(values), color))
             cells.append(_similarity_cell(shown, cosines, color))
         return cells
 
 
-def _similarity_cell(shown: Image.Image, cosines: Floats, color: drawing.Color = drawing.INK) -> Cell:
-    return Cell(drawing.heat(shown, cosines, 1.0), "similarity", f"up to {cosines.max():.2f}", color)
+def _similarity_cell(shown: Image.Image, cosines: Floats, color: drawing.Color = drawing.INK) -> Tile:
+    return Tile(drawing.heat(shown, cosines, 1.0), "similarity", f"up to {cosines.max():.2f}", color)
 
 
 def query_image(weights: Weights, image: InputImage, boxes: Sequence[Box], block: int = -1) -> QueryMaps:
@@ -232,14 +232,14 @@ def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence
         crop = query_image.crop(box, weights.vit.patch_size)[None]
         _, answer = analysis.attend(weights, query_image, query_memory, crop, block)
         boxed = drawing.outline_boxes(drawing.display_image(query_image.pixels, CELL), [box])
-        upper = [Cell(boxed, "query", color=drawing.mark(0))]
-        lower = [Cell(drawing.display_image(crop[0], CELL), "as it is asked")]
+        upper = [Tile(boxed, "query", color=drawing.mark(0))]
+        lower = [Tile(drawing.display_image(crop[0], CELL), "as it is asked")]
         for image, memory in zip(images, memories, strict=True):
             maps, _ = analysis.attend(weights, image, memory, crop, block)
             cosines = analysis.similarity(answer, memory.tokens.patches[0].float().cpu()).numpy()
             shown = drawing.display_image(image.pixels, CELL)
             relation = class_relation(query_image, image)
-            upper.append(Cell(drawing.overlay_attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
+            upper.append(Tile(drawing.overlay_attention(shown, maps[0, 0]), relation, _peak(maps[0, 0])))
             lower.append(_similarity_cell(shown, cosines.reshape(maps.shape[2:])))
         rows += [upper, lower]
         names += [query_image.name, ""]
@@ -283,17 +283,17 @@ def _draw_against(
     numbers: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         maps = attend(number, None)
-        cells = [Cell(drawing.overlay_attention(s, m), "[CLS]", _peak(m)) for s, m in zip(shown, maps, strict=True)]
-        rows.append([Cell(Image.new("RGB", (1, 1), drawing.PAPER)), *cells])
+        cells = [Tile(drawing.overlay_attention(s, m), "[CLS]", _peak(m)) for s, m in zip(shown, maps, strict=True)]
+        rows.append([Tile(Image.new("RGB", (1, 1), drawing.PAPER)), *cells])
         row_names.append(name)
         numbers.append({"weights": name, "cls": [float(m.max()) for m in maps], "queries": []})
     for asked, (image, box) in enumerate(zip(images, boxes, strict=True)):
         relations = [class_relation(image, other) for other in images]
         for number, name in enumerate(names):
             maps = attend(number, own_images[number][asked].crop(box, networks[number].vit.patch_size)[None])
-            query = Cell(drawing.outline_boxes(shown[asked], [box]), "query", color=drawing.mark(0))
+            query = Tile(drawing.outline_boxes(shown[asked], [box]), "query", color=drawing.mark(0))
             parts = zip(shown, maps, relations, strict=True)
-            rows.append([query, *(Cell(drawing.overlay_attention(s, m), word, _peak(m)) for s, m, word in parts)])
+            rows.append([query, *(Tile(drawing.overlay_attention(s, m), word, _peak(m)) for s, m, word in parts)])
             row_names.append(name)
             query_row = {"image": image.name, "peaks": [float(m.max()) for m in maps], "relations": relations}
             numbers[number]["queries"].append(query_row)
@@ -340,12 +340,12 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
     for number, (image, part, mask) in enumerate(zip(images, features, np.split(foreground, ends), strict=True)):
         grid = image.grid(weights.vit)
         colors, grid_mask = basis.colors(part).reshape(*grid, 3), mask.reshape(grid)
-        single = [Cell(drawing.display_image(image.pixels, _picture_side(image)), image.name)]
-        single.append(Cell(drawing.overlay_colors(single[0].image, colors, grid_mask), "components"))
+        single = [Tile(drawing.display_image(image.pixels, _picture_side(image)), image.name)]
+        single.append(Tile(drawing.overlay_colors(single[0].image, colors, grid_mask), "components"))
         _save_picture(out, number, image, "pca", drawing.compose_sheet([single], about=about))
         if number in on_sheet:
             shown = drawing.display_image(image.pixels, CELL)
-            cells += [Cell(shown, image.name), Cell(drawing.overlay_colors(shown, colors, grid_mask))]
+            cells += [Tile(shown, image.name), Tile(drawing.overlay_colors(shown, colors, grid_mask))]
         rows.append({"name": image.name, "share_of_things": float(mask.mean())})
     num_columns = 2 * min(4, math.ceil(math.sqrt(len(cells) / 2)))
     sheet = drawing.compose_sheet(drawing.wrapped(cells, num_columns), about=f"{about} {limits}")
@@ -375,16 +375,16 @@ class MatchedPair:
         both = zip(self.grids, self.matches[:2], strict=True)
         return np.concatenate([analysis.patch_centers(grid)[indices] for grid, indices in both], axis=1)
 
-    def cells(self, side: int, num_lines: int) -> list[Cell]:
+    def cells(self, side: int, num_lines: int) -> list[Tile]:
         """Return the images with lines between their matches, and the second warped onto the first."""
         first, second = (drawing.display_image(image.pixels, side) for image in (self.first, self.second))
         joined = drawing.lines(first, second, self.ends()[:num_lines], self.matches.cosine[:num_lines])
         warped = drawing.warped(first, second, analysis.flow(self.matches, *self.grids))
         pairs = len(self.matches.first)
         return [
-            Cell(joined, "mutual nearest patches", f"{min(num_lines, pairs)} of {pairs}"),
-            Cell(warped, "second, warped"),
-            Cell(Image.blend(first, warped, 0.5), "over the first"),
+            Tile(joined, "mutual nearest patches", f"{min(num_lines, pairs)} of {pairs}"),
+            Tile(warped, "second, warped"),
+            Tile(Image.blend(first, warped, 0.5), "over the first"),
         ]
 
 

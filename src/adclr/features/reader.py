@@ -26,7 +26,7 @@ from adclr.data.decode import Decoder, Pixels, Unreadable
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
-from adclr.data.store_reader import read_ahead
+from adclr.data.sources.store_reader import read_ahead
 from adclr.system import triton_available
 from adclr.system.devices import send, shared_stream
 from adclr.system.machine import cpu_count
@@ -160,7 +160,7 @@ class SameSize:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ImageBatch:
     """The images of a batch, grouped by size, and why the others are missing."""
 
     groups: list[SameSize]
@@ -188,7 +188,7 @@ class ImageReader:
         if on_gpu and framing is not None and isinstance(decoder, Decoder):
             self.gpu = GpuDecoder(decoder, device)
 
-    def batches(self, order: Iterable[NDArray[np.int64]]) -> Generator[Batch, None, None]:
+    def batches(self, order: Iterable[NDArray[np.int64]]) -> Generator[ImageBatch, None, None]:
         """Yield one batch for each array of indices, on the device."""
         stored = self.store is not None and self.store.on_gpu
         batches = load_in_order(
@@ -266,7 +266,7 @@ class ImageReader:
         encoded = self.gpu.take(data) if self.gpu is not None else None
         return encoded or self._decode(data)
 
-    def _assemble(self, indices: NDArray[np.int64], items: list[Item]) -> Batch:
+    def _assemble(self, indices: NDArray[np.int64], items: list[Item]) -> ImageBatch:
         decoding = (
             shared_stream("decoding", self.device) if self.device.type == "cuda" else None
         )  # the GPU decoder's too
@@ -322,7 +322,7 @@ class ImageReader:
             groups.append(SameSize(indices[part], flat.view(len(part), channels, height, width)))
         return groups
 
-    def _join(self, indices: NDArray[np.int64], items: list[Item], groups: list[SameSize]) -> Batch:
+    def _join(self, indices: NDArray[np.int64], items: list[Item], groups: list[SameSize]) -> ImageBatch:
         """Return the groups of the GPU and the frames of the CPU, those of one size together."""
         frames: dict[tuple[int, ...], list[tuple[int, Pixels]]] = {}
         unreadable = {}
@@ -334,7 +334,7 @@ class ImageReader:
         by_size: dict[tuple[int, ...], list[SameSize]] = {}
         for group in (*groups, *map(self._stack, frames.values())):
             by_size.setdefault(tuple(group.pixels.shape[1:]), []).append(group)
-        return Batch([_merge(same) for same in by_size.values()], unreadable)
+        return ImageBatch([_merge(same) for same in by_size.values()], unreadable)
 
 
 def _merge(groups: list[SameSize]) -> SameSize:

@@ -20,7 +20,7 @@ from adclr.evals.score_text import is_percent
 from adclr.report import metrics
 from adclr.report.charts import TEMPLATES, Chart, Line, format_number, layout_chart
 from adclr.report.metrics import Metric
-from adclr.report.record import Evaluation, RunRecord, Strip, differing_settings
+from adclr.report.record import EvaluationRecord, RunRecord, Strip, differing_settings
 from adclr.system import outputs
 
 # cells of a strip, of each image
@@ -73,7 +73,7 @@ def _describe_run(record: RunRecord) -> dict[str, Any]:
         "facts": _facts(record),
         "statements": metrics.describe_status(record),
         "film": _film(record),
-        "time": format_duration(record.seconds + record.overheads["probing"]),
+        "time": format_run_time(record.seconds + record.overheads["probing"]),
         "time_shares": _time_shares(record),
         "settings": [(name, _text(value)) for name, value in record.settings.items()],
         "changed": [
@@ -90,7 +90,7 @@ def _read_asset(name: str) -> Markup:
     return Markup((resources.files("adclr") / "report" / name).read_text(encoding="utf-8"))
 
 
-def format_duration(seconds: float) -> str:
+def format_run_time(seconds: float) -> str:
     """Return a duration such as `1 h 02 min`."""
     hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
     if hours:
@@ -112,7 +112,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
         "loss": "–" if loss is None else format_number(loss),
         "kNN": "–" if record.knn_top1 is None else f"{record.knn_top1:.1f} %",
         "images/s": "–" if speed is None else f"{speed:.0f}",
-        "time": format_duration(record.seconds),
+        "time": format_run_time(record.seconds),
     }
 
 
@@ -204,7 +204,7 @@ def _evaluation_rows(records: Sequence[RunRecord]) -> list[EvaluationRow]:
     return rows
 
 
-def _distinctive_settings(evaluation: Evaluation, others: Sequence[Mapping[str, Any]]) -> str:
+def _distinctive_settings(evaluation: EvaluationRecord, others: Sequence[Mapping[str, Any]]) -> str:
     """Return the settings that differ from those of others of its name, or from the default, and its steps."""
     words = []
     defaults = _default_settings(evaluation.name)

@@ -34,7 +34,7 @@ OVERHEADS = ("waiting_for_images", "looking", "saving", "drawing", "probing")
 Points = list[tuple[float, float]]  # (epoch, value)
 
 
-class Evaluation(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """Scores of one evaluation of the run."""
 
     name: str
@@ -64,7 +64,7 @@ class RunRecord:
     curves: dict[str, Points]  # numbers of metrics.jsonl and timing.jsonl by name
     health_rows: list[dict[str, float]]  # the first is of the untrained network
     messages: list[str]  # texts among the metrics
-    evaluations: list[Evaluation]
+    evaluations: list[EvaluationRecord]
     strips: list[Strip]
     num_unreadable: int  # images
     step: int  # the last one done
@@ -215,7 +215,7 @@ def _messages(rows: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _read_evaluations(folder: Path) -> list[Evaluation]:
+def _read_evaluations(folder: Path) -> list[EvaluationRecord]:
     evaluations = []
     for path in sorted(folder.glob("*/*.json"))[:MAX_EVALUATIONS]:
         content = _read_object(path) or {}
@@ -231,7 +231,7 @@ def _read_evaluations(folder: Path) -> list[Evaluation]:
         data = str(settings.get("data", "")) or path.stem
         started = str(provenance.get("started", ""))
         from_scratch = str(settings.get("from_scratch")) == "True"
-        evaluations.append(Evaluation(path.parent.name, data, _numbers(scores), started, shown, from_scratch))
+        evaluations.append(EvaluationRecord(path.parent.name, data, _numbers(scores), started, shown, from_scratch))
     return evaluations
 
 

@@ -52,8 +52,8 @@ def adopt_teacher(
             "another --out"
         )
     adopted: dict[str, Any] = {"distill.teacher_fingerprint": fingerprint}
-    own = weights.mean, weights.std, weights.max_value, vit.num_channels
-    for path, value in zip(FROM_TEACHER, own, strict=True):
+    of_teacher = weights.mean, weights.std, weights.max_value, vit.num_channels
+    for path, value in zip(FROM_TEACHER, of_teacher, strict=True):
         if path in user and _plain(user[path]) != _plain(value):
             raise UserError(
                 f"{path}={user[path]} is not the teacher's, {_plain(value)}, and both see the same crops; leave it out"

@@ -50,9 +50,9 @@ def measure_health(
                 measures["queries_in_cls"] = _queries_in_cls(teacher.backbone, crops[0], queries, cls)
             elif several:
                 temperature = query_temperature or temperature
-                own, other = _query_losses(method, teacher, crops, queries, temperature)
-                measures["query_image_gap"] = other - own
-                measures["query_loss_of_log_k"] = own / math.log(method.num_prototypes)
+                same_image, other_image = _query_losses(method, teacher, crops, queries, temperature)
+                measures["query_image_gap"] = other_image - same_image
+                measures["query_loss_of_log_k"] = same_image / math.log(method.num_prototypes)
                 measures["query_temperature"] = torch.as_tensor(temperature, device=device)
     for kind, rows in features.items():
         rows = rows.float().nan_to_num()

@@ -22,11 +22,12 @@ from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
 from adclr.data.sources import Source
-from adclr.system import machine, outputs, store_cache
+from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
 from adclr.system.progress import format_duration
 from adclr.system.runs import provenance
+from adclr.system.stores import cache as store_cache
 from adclr.system.text import format_size, printable, printable_lines
 from adclr.training import launch, plan_cost
 from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu

@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
-from adclr.data import huggingface_cache
 from adclr.data.collection import is_folder, open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
-from adclr.data.sources import Source, Subset
-from adclr.system.store_urls import conceal, is_remote
+from adclr.data.sources import Source, Subset, huggingface_cache
+from adclr.system.stores.urls import conceal, is_remote
 
 
 @dataclass(frozen=True)

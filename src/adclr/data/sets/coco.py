@@ -35,7 +35,7 @@ Mask = list[list[float]] | NDArray[np.int64]  # polygons, or run lengths down th
 
 
 @dataclass(frozen=True)
-class Object:
+class Instance:
     """One annotated object."""
 
     number: int  # its id in the file
@@ -53,7 +53,7 @@ class Instances:
     photos: Source
     sizes: NDArray[np.int64]  # height and width of each
     numbers: list[int]  # their ids in the file
-    objects: list[list[Object]]  # of each
+    objects: list[list[Instance]]  # of each
     classes: list[str]
     categories: list[int]  # their ids in the file
 
@@ -152,7 +152,7 @@ def _assemble(root: Path, file: Path, split: str, content: dict[str, Any], drop_
     index_of = {number: index for index, number in enumerate(numbers)}
     kinds = {number: kind for kind, (number, _) in enumerate(categories)}
     sizes = np.array([[row["height"], row["width"]] for row in rows], np.int64)
-    objects: dict[int, list[Object]] = defaultdict(list)
+    objects: dict[int, list[Instance]] = defaultdict(list)
     problems, ids = [], set()
     for row in content["annotations"]:
         number = row.get("id")
@@ -190,7 +190,7 @@ def _folder(root: Path, split: str, names: list[str]) -> Path:
     return next(with_files, None) or next(folder for folder in folders if os.path.isdir(folder))
 
 
-def _object(row: dict[str, Any], kind: int, height: int, width: int) -> Object:
+def _object(row: dict[str, Any], kind: int, height: int, width: int) -> Instance:
     box = row.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(n) for n in box):
         raise ValueError("has no box of four numbers")
@@ -204,7 +204,7 @@ def _object(row: dict[str, Any], kind: int, height: int, width: int) -> Object:
         raise ValueError("has a box of no area")
     mask = _mask(row.get("segmentation"), height, width)
     area = float(row["area"]) if _is_number(row.get("area")) else across * down
-    return Object(int(row["id"]), kind, inside, mask, area, bool(row.get("iscrowd", 0)))
+    return Instance(int(row["id"]), kind, inside, mask, area, bool(row.get("iscrowd", 0)))
 
 
 def _is_number(value: Any) -> bool:

@@ -152,7 +152,7 @@ def size_class(tokens: int, image: int, width: int, dtype: torch.dtype) -> str:
     return "long" if image * width <= 256 * 64 else "large"  # dk and dv of all keys fit into registers
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A group with its size class, its rows and its part of `lse`."""
 
     sequences: int
@@ -164,7 +164,7 @@ class Launch(NamedTuple):
     lse: slice
 
 
-def _plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Launch]:
+def _plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[KernelLaunch]:
     """Return one launch for each group that has sequences."""
     row = lse = 0
     launches = []
@@ -173,12 +173,12 @@ def _plan_launches(groups: Sequence[Group], heads: int, qkv: Tensor) -> list[Lau
         rows = slice(row, row + sequences * tokens)
         lse_end = lse if BACKWARD[size].variant == "whole" else lse + sequences * tokens * heads
         hidden = hidden if tokens > image else 0
-        launches.append(Launch(sequences, tokens, image, hidden, size, rows, slice(lse, lse_end)))
+        launches.append(KernelLaunch(sequences, tokens, image, hidden, size, rows, slice(lse, lse_end)))
         row, lse = rows.stop, lse_end
     return [launch for launch in launches if launch.sequences]
 
 
-def _outputs(qkv: Tensor, launches: Sequence[Launch], keep: bool) -> tuple[Tensor, Tensor]:
+def _outputs(qkv: Tensor, launches: Sequence[KernelLaunch], keep: bool) -> tuple[Tensor, Tensor]:
     size = launches[-1].lse.stop if keep and launches else 0
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3), qkv.new_empty(size, dtype=torch.float32)
 
@@ -188,7 +188,7 @@ def _tile_size(count: int, most: int = 2**16) -> int:
     return max(16, min(most, 1 << (count - 1).bit_length()))
 
 
-def _constants(launch: Launch, heads: int, width: int, config: Config) -> dict[str, Any]:
+def _constants(launch: KernelLaunch, heads: int, width: int, config: Config) -> dict[str, Any]:
     scale = width**-0.5 * math.log2(math.e)
     sizes = {"TOKENS": launch.tokens, "IMAGE": launch.image, "HIDDEN": launch.hidden}
     sizes |= {"HEADS": heads, "WIDTH": width, "SCALE": scale}

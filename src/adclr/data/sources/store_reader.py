@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from adclr.data.sources import Source
 from adclr.system import stores
-from adclr.system.store_cache import LocalCache, local_cache, part_name
 from adclr.system.stores import CONNECTIONS, StoreFile
+from adclr.system.stores.cache import LocalCache, local_cache, part_name
 from adclr.system.threads import ThreadPool
 
 BLOCK = 2**22  # bytes

@@ -2,7 +2,7 @@
 
 A connection that breaks is never the fault of an image: it ends a command with `StoreError`, a `UserError`, where an
 image that is not there, or is no image, is an `OSError`, which lists it as unreadable. Credentials come from the
-environment of each store (`store_urls.SCHEMES`); messages hold no part of a URL that could be one.
+environment of each store (`urls.SCHEMES`); messages hold no part of a URL that could be one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from adclr.config.errors import UserError
 from adclr.system.optional import not_installed, require
-from adclr.system.store_urls import SCHEMES, WRITABLE, conceal, join, reveal, scheme_of
+from adclr.system.stores.urls import SCHEMES, WRITABLE, conceal, join, reveal, scheme_of
 from adclr.system.text import one_line
 from adclr.system.threads import ThreadPool
 
@@ -195,10 +195,10 @@ def list_files(url: str, below: bool = True) -> list[StoreFile]:
     start = str(_filesystem(url)._strip_protocol(reveal(root))).rstrip("/") + "/"
     if below and scheme_of(url) in WRITABLE:  # these list all objects of a prefix, a thousand in a request
         try:
-            found: dict[str, Any] = _try_again(url, lambda: _filesystem(url).find(reveal(root), detail=True))
+            objects: dict[str, Any] = _try_again(url, lambda: _filesystem(url).find(reveal(root), detail=True))
         except FileNotFoundError:
             return []
-        entries = [info | {"name": name} for name, info in found.items()]
+        entries = [info | {"name": name} for name, info in objects.items()]
     else:
         entries = _list_folder(url)
     files, folders = [], []

@@ -1,4 +1,4 @@
-"""Collections of images behind one interface, `Source`: a folder or a list of files (see also `shards`, `huggingface`).
+"""Collections of images behind one interface, `Source`; here a folder or a list, in other files all other kinds.
 
 Sources give names, keys, bytes and labels; `decode` turns bytes into pixels. An item's key is a hash of its name, so a
 collection is the same wherever it is stored.
@@ -26,7 +26,7 @@ from adclr.data.random_draws import Keys, key_of
 from adclr.system import stores
 from adclr.system.files import write_atomically
 from adclr.system.progress import ProgressCount
-from adclr.system.store_urls import is_remote
+from adclr.system.stores.urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")

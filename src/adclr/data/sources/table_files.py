@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from adclr.config.parsing import UserError
-from adclr.data.store_reader import BLOCK, StoredObject, StoreReader
-from adclr.system.store_urls import base_name
+from adclr.data.sources.store_reader import BLOCK, StoredObject, StoreReader
 from adclr.system.stores import StoreFile
+from adclr.system.stores.urls import base_name
 from adclr.system.text import one_line
 
 IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes", "image_bytes", "content")  # columns tried first
@@ -49,10 +49,10 @@ class ParquetFile(TableFile):
     def extent(self, group: int, column: str) -> tuple[int, int]:
         """Return start and length of the pages of a column in a row group."""
         row_group = self.metadata.row_group(group)
-        chunks = [row_group.column(n) for n in range(row_group.num_columns)]
-        own = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
-        starts = [min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in own]
-        ends = [start + chunk.total_compressed_size for start, chunk in zip(starts, own, strict=True)]
+        columns = [row_group.column(n) for n in range(row_group.num_columns)]
+        chunks = [chunk for chunk in columns if chunk.path_in_schema.split(".")[0] == column]
+        starts = [min(one.data_page_offset, one.dictionary_page_offset or one.data_page_offset) for one in chunks]
+        ends = [start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True)]
         return min(starts), max(ends) - min(starts)
 
 
