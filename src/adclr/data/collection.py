@@ -16,7 +16,8 @@ from adclr.config.parsing import UserError
 from adclr.data import huggingface_cache
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.huggingface import HuggingFace
-from adclr.data.sources import FileList, ImageFolder, Listing, Source, index_folder, load_listing
+from adclr.data.listing import Listing, load_listing
+from adclr.data.sources import FileList, ImageFolder, Source, index_folder
 from adclr.data.store_sources import StoreFolder, open_list
 from adclr.data.tables import SUFFIXES as TABLES
 from adclr.data.tables import Tables
