@@ -349,7 +349,7 @@ def test_a_million_names_are_indexed_and_loaded_in_seconds(tmp_path: Path) -> No
     started = time.monotonic()
     with listing_builder.Storage([str(tmp_path)]) as storage:
         builder = listing_builder.ListingBuilder(storage)
-        builder.add(names)
+        builder.add(listing_builder.encode(names))
         made = builder.listing({str(tmp_path / str(i)): (0, i) for i in range(1000)}, {})
     made.save(tmp_path / "index.npz")
     back = listing.load_listing(tmp_path / "index.npz")

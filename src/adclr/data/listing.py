@@ -223,9 +223,11 @@ class _NameCheck:
     titles: list[str]
 
     def __call__(self, index: int, name: str) -> None:
-        in_shard = len(self.places) > 0
-        texts = [name, *([member_name(name, self.titles[self.places[index, 0]])] if in_shard else [])]
-        inside = in_shard or not (name.startswith("/") or ".." in name.split("/"))
+        if len(self.places):
+            title = self.titles[self.places[index, 0]]
+            texts, inside = [name, member_name(name, title)], name.startswith(f"{title}/")
+        else:
+            texts, inside = [name], not (name.startswith("/") or ".." in name.split("/"))
         if int(self.keys[index]) not in map(key_of, texts) or not inside:
             raise UserError(printable(f"index {self.path} is damaged at image {index}; delete it and begin again"))
 

@@ -170,10 +170,10 @@ class ListingBuilder:
 
     def add(
         self,
-        names: Sequence[str],
+        names: Sequence[bytes],
         places: Sequence[tuple[int, int, int]] = (),
-        labels: Sequence[str] = (),
-        keyed: Sequence[str] | None = None,
+        labels: Sequence[bytes] = (),
+        keyed: Sequence[bytes] | None = None,
     ) -> None:
         """Append images; their keys are hashes of `keyed`, or of their names. Labels may be left out where none is."""
         if not names:
@@ -182,12 +182,11 @@ class ListingBuilder:
             missing = len(self) - self.labels.ends.count
             for first in range(0, missing, NAMES_AT_ONCE):  # of those before, which had none
                 self.labels.append([b""] * min(NAMES_AT_ONCE, missing - first))
-            self.labels.append(_encode(labels))
+            self.labels.append(labels)
         elif self.labels.ends.count:
             self.labels.append([b""] * len(names))
-        encoded = _encode(names)
-        self.names.append(encoded)
-        self.keys.append(_hash(encoded if keyed is None else _encode(keyed)))
+        self.names.append(names)
+        self.keys.append(_hash(names if keyed is None else keyed))
         if places:
             self.places.append(np.array(places, np.int64).reshape(-1))
 
@@ -200,14 +199,15 @@ class ListingBuilder:
             column = Column(np.uint64, self.storage)
             texts = iter(names)
             while part := list(islice(texts, NAMES_AT_ONCE)):
-                column.append(_hash(_encode(part)))
+                column.append(_hash(encode(part)))
             keys = column.array()
             examined = examine_keys(keys)
         labels = self.labels.names() if self.labels.ends.count else NO_NAMES
         return Listing(names, keys, facts, places, labels, problems, keyed_by_member, None, examined.fingerprint)
 
 
-def _encode(texts: Iterable[str]) -> list[bytes]:
+def encode(texts: Iterable[str]) -> list[bytes]:
+    """Return the bytes of names, of which those that are no text are as they were."""
     return [text.encode("utf-8", "surrogateescape") for text in texts]
 
 
@@ -222,7 +222,7 @@ class SortedNames:
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.count = storage, 0
-        self.runs: list[tuple[str, str, Iterator[list[str]]]] = []  # first and last name, and all in order
+        self.runs: list[tuple[str, str, Iterator[list[bytes]]]] = []  # first and last name, and all in order
 
     def add(self, names: list[str]) -> None:
         """Take names as one run, which may be as long as fits into memory, and write it to the disk."""
@@ -230,15 +230,16 @@ class SortedNames:
         names = sorted(names)
         file = self.storage.new_file()
         for first in range(0, len(names), NAMES_AT_ONCE):
-            file.write(b"\0".join(_encode(names[first : first + NAMES_AT_ONCE])) + b"\0")
+            file.write(b"\0".join(encode(names[first : first + NAMES_AT_ONCE])) + b"\0")
         self.runs.append((names[0], names[-1], _read_back(file)))
 
-    def parts(self, rest: list[str]) -> Iterator[list[str]]:
+    def parts(self, rest: list[str]) -> Iterator[list[bytes]]:
         """Yield all names in order, with those that are left; of equal ones all."""
         rest = sorted(rest)
         if rest:
-            self.runs.append((rest[0], rest[-1], iter([rest])))
-        overlapping: list[Iterator[list[str]]] = []
+            parts = (encode(rest[first : first + NAMES_AT_ONCE]) for first in range(0, len(rest), NAMES_AT_ONCE))
+            self.runs.append((rest[0], rest[-1], parts))
+        overlapping: list[Iterator[list[bytes]]] = []
         end = ""
         for first, last, run in sorted(self.runs, key=lambda run: run[:2]):
             if overlapping and first > end:
@@ -249,23 +250,25 @@ class SortedNames:
         yield from _merge(overlapping)
 
 
-def _read_back(file: IO[bytes]) -> Iterator[list[str]]:
+def _read_back(file: IO[bytes]) -> Iterator[list[bytes]]:
     """Yield the names of a run in order."""
     file.seek(0)
     begun = b""
     while block := file.read(BLOCK):
-        *texts, begun = (begun + block).split(b"\0")
-        yield [text.decode("utf-8", "surrogateescape") for text in texts]
+        *names, begun = (begun + block).split(b"\0")
+        yield names
     file.close()
 
 
-def _merge(runs: Sequence[Iterator[list[str]]]) -> Iterator[list[str]]:
+def _merge(runs: Sequence[Iterator[list[bytes]]]) -> Iterator[list[bytes]]:
     """Yield the names of some runs in order; a run that overlaps no other is not compared."""
     if len(runs) == 1:
-        for part in runs[0]:
-            for first in range(0, len(part), NAMES_AT_ONCE):
-                yield part[first : first + NAMES_AT_ONCE]
+        yield from runs[0]
         return
-    merged = heapq.merge(*(chain.from_iterable(run) for run in runs))
+    merged = heapq.merge(*(map(_decode, chain.from_iterable(run)) for run in runs))  # bytes have another order
     while part := list(islice(merged, NAMES_AT_ONCE)):
-        yield part
+        yield encode(part)
+
+
+def _decode(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")

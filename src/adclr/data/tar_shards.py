@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 
 from adclr.config.parsing import UserError
 from adclr.data.listing import Facts, Listing, fact, member_name, shard_titles
-from adclr.data.listing_builder import ListingBuilder, Storage, build_listing
+from adclr.data.listing_builder import ListingBuilder, Storage, build_listing, encode
 from adclr.data.sources import SUFFIXES, Source, is_searched
 from adclr.data.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
 from adclr.system import stores
@@ -156,8 +156,8 @@ def _read_shards(shards: Sequence[str], facts: Facts, open_shard: Opener, storag
                 raise UserError(f"shard {shard} cannot be read ({error.strerror}); check the path") from None
             names = [name for name, _, _ in members.images]
             places = [(number, offset, size) for _, offset, size in members.images]
-            labels = [members.labels.get(_stem(name), "") for name in names]
-            builder.add(names, places, labels, [member_name(name, title) for name in names])
+            labels = encode(members.labels.get(_stem(name), "") for name in names)
+            builder.add(encode(names), places, labels, encode(member_name(name, title) for name in names))
             if members.problem:
                 problems[shard] = members.problem
             tally.add(len(names))
