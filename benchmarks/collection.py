@@ -1,6 +1,7 @@
 """Time and memory of the index and the order of a very large collection: names only, without images.
 
     python benchmarks/collection.py [--images 1000000] [--folder-images 1000] [--batch 1024] [--ranks 2] [--where DIR]
+    python benchmarks/collection.py --random-keys      # what follows the making of an index, sooner: keys are no hashes
     python benchmarks/collection.py --files 200000     # of real empty files instead: what listing them costs
 
 Names such as train/0123/00/0123004567.jpeg are made as a search of folders would give them: folder after folder, in no
@@ -29,10 +30,11 @@ import numpy as np
 from adclr.data import listing_builder, sources
 from adclr.data.file_stamps import WATCHED
 from adclr.data.key_order import epoch_pieces, smallest
-from adclr.data.listing import Facts, Listing, fact, load_listing
+from adclr.data.listing import Facts, Listing, Names, fact, load_listing
 from adclr.data.random_draws import mix
 
 MB = 1e6
+ROW = b"\0train/0000/00/0000000000.jpeg"  # a separator and a name, all of whose digits are 0
 
 
 class Memory:
@@ -88,7 +90,20 @@ def names_of(number: int, count: int, folder_images: int) -> list[str]:
     return [f"{folder}/{inside[i * step % len(inside)]:010d}.jpeg" for i in range(len(inside))]
 
 
-def build(root: Path, count: int, folder_images: int) -> dict[str, Any]:
+def append_random(builder: listing_builder.ListingBuilder, first: int, last: int, folder_images: int) -> None:
+    """Append the names of some images at once, in order, with keys that only look like hashes of them."""
+    numbers = np.arange(first, last)
+    folders, width = numbers // folder_images, len(ROW)
+    text = np.tile(np.frombuffer(ROW, np.uint8), (last - first, 1))
+    for start, values, digits in ((7, folders // 100, 4), (12, folders % 100, 2), (15, numbers, 10)):
+        for digit in range(digits):
+            text[:, start + digit] += (values // 10 ** (digits - 1 - digit) % 10).astype(np.uint8)
+    builder.names.text.append(text.reshape(-1)[0 if first else 1 :])  # no separator before the first
+    builder.names.ends.append(np.arange(first + 1, last + 1) * width - 1)
+    builder.keys.append(mix(numbers.astype(np.uint64)))
+
+
+def build(root: Path, count: int, folder_images: int, random_keys: bool) -> dict[str, Any]:
     """Make and save the index, as `sources.index_folder` does once it has the names."""
     index, memory, num_folders = run_index(root), Memory(), -(-count // folder_images)
     facts: Facts = {os.path.abspath(root): fact(root, False)}
@@ -98,13 +113,18 @@ def build(root: Path, count: int, folder_images: int) -> dict[str, Any]:
     facts_mb = Memory.now()[0] - memory.start
 
     def make(storage: listing_builder.Storage) -> Listing:
+        builder = listing_builder.ListingBuilder(storage)
+        if random_keys:
+            for first in range(0, count, 2**18):
+                append_random(builder, first, min(first + 2**18, count), folder_images)
+            names_, keys = builder.names.names(), builder.keys.array()
+            return Listing(names_, keys, facts, known_fingerprint="random")
         ordered, names = listing_builder.SortedNames(storage), list[str]()
         for number in reversed(range(num_folders)):
             names += names_of(number, count, folder_images)
             if len(names) >= sources.SORTED_AT_ONCE:
                 ordered.add(names)
                 names = []
-        builder = listing_builder.ListingBuilder(storage)
         for part in ordered.parts(names):
             builder.add(part)
         return builder.listing(facts, {})
@@ -122,10 +142,10 @@ def build(root: Path, count: int, folder_images: int) -> dict[str, Any]:
     }
 
 
-def use(root: Path, count: int, batch: int, cold: bool, epoch: bool, start: float) -> dict[str, Any]:
+def use(root: Path, count: int, batch: int, stage: str, start: float, random_keys: bool) -> dict[str, Any]:
     """Open the kept index and begin in the middle of an epoch, as every rank does; or go through a whole epoch."""
     index, memory = run_index(root), Memory()
-    if cold:
+    if stage == "cold":
         with open(index, "rb+") as file:
             os.fsync(file.fileno())  # what is not on the disk yet, stays in memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -137,9 +157,10 @@ def use(root: Path, count: int, batch: int, cold: bool, epoch: bool, start: floa
     assert current, "the index does not describe its folders"
     watched_seconds, _ = timed(lambda: np.sort(smallest(listing.keys, WATCHED, mix)))
     order = epoch_pieces(0, 3, listing.keys)
+    names_ = Names(listing.names.text, listing.names.ends) if random_keys else listing.names  # which checks each
     middle = count // 2 // batch * batch
     first_seconds, indices = timed(lambda: order.select(middle, middle + batch))
-    names_seconds, names = timed(lambda: [listing.names[index] for index in indices.tolist()])
+    names_seconds, names = timed(lambda: [names_[index] for index in indices.tolist()])
     assert len(set(names)) == min(batch, count)
     result = {
         "open_seconds": load_seconds,
@@ -151,7 +172,7 @@ def use(root: Path, count: int, batch: int, cold: bool, epoch: bool, start: floa
             [load_seconds, current_seconds, watched_seconds, first_seconds, names_seconds], axis=0
         ).tolist(),
     }
-    if epoch:
+    if stage == "epoch":
         order, steps = epoch_pieces(0, 4, listing.keys), list[Seconds]()
         total = 0
         for first in range(0, count - batch + 1, batch):
@@ -193,6 +214,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--files", type=int, default=0, help="list so many real files instead")
+    parser.add_argument("--random-keys", action="store_true")
     parser.add_argument("--where", type=Path, default=None, help="a folder with room for about 150 bytes an image")
     parser.add_argument("--stage", default="")
     parser.add_argument("--start", type=float, default=0.0)
@@ -202,10 +224,9 @@ def main() -> None:
         if options.stage == "files":
             result = list_files(root, count, options.folder_images)
         elif options.stage == "build":
-            result = build(root, count, options.folder_images)
+            result = build(root, count, options.folder_images, options.random_keys)
         else:
-            kind = options.stage
-            result = use(root, count, options.batch, kind == "cold", kind == "epoch", options.start)
+            result = use(root, count, options.batch, options.stage, options.start, options.random_keys)
         print(json.dumps(result))
         return
     scratch = Path(tempfile.mkdtemp(prefix="collection", dir=options.where))
@@ -214,6 +235,7 @@ def main() -> None:
 
     def stage(name: str, start: float = 0.0) -> subprocess.Popen[str]:
         sizes = ["--images", str(count), "--folder-images", str(options.folder_images), "--batch", str(options.batch)]
+        sizes += ["--random-keys"] if options.random_keys else []
         command = [sys.executable, __file__, "--stage", name, "--where", str(root), "--start", str(start), *sizes]
         environment = os.environ | {"ADCLR_LOCAL_CACHE": str(scratch / "cache")}
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -240,11 +262,11 @@ def main() -> None:
         else:
             show("build", finish(stage("build")))
             show("open, index not in memory", finish(stage("cold")))
-            show("open, and an epoch", finish(stage("epoch")))
             begin = time.time() + 3
             ranks = [stage("rank", begin) for _ in range(options.ranks)]
             for number, process in enumerate(ranks):
                 show(f"rank {number} of {options.ranks} at once", finish(process))
+            show("open, and an epoch", finish(stage("epoch")))
             sizes = {"index": results["build"]["index_mb"], "memory to build": results["build"]["own_mb"]}
             results["bytes_per_image"] = {name: size * MB / count for name, size in sizes.items()}
     finally:

@@ -27,7 +27,7 @@ from adclr.system import locks, store_cache
 from adclr.system.text import printable
 
 SORTED_AT_ONCE = 2**21  # names: about 250 MB
-IN_MEMORY = 2**27  # bytes of one array
+IN_MEMORY = 2**26  # bytes of one array
 BLOCK = 2**20  # bytes of sorted names that are read back at once
 NAMES_AT_ONCE = 2**14  # that are encoded and hashed together
 
@@ -128,7 +128,8 @@ class Column:
         if self._file is None and self.count * self.dtype.itemsize > IN_MEMORY:
             self._file = self.storage.new_file()
         if self._file is not None:
-            self._file.write(b"".join(part.tobytes() for part in self._parts))
+            for waiting in self._parts:
+                self._file.write(waiting.tobytes())
             self._parts = []
 
     def array(self) -> NDArray[Any]:
