@@ -162,3 +162,14 @@ def test_the_step_of_a_distillation_is_timed(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (row["teacher"], row["student"], row["batch"]) == ("small", "tiny", 4)
     assert row["images_per_second"] == pytest.approx(4000 / row["milliseconds"])
+
+
+def test_a_large_collection_is_simulated() -> None:
+    rows = json.loads(run("collection.py", "--images", "3000", "--folder-images", "100", "--batch", "64"))
+    assert rows["images"] == 3000
+    assert rows["build"]["folders"] == 31
+    assert 40 < rows["bytes_per_image"]["index"] < 60
+    assert rows["open, and an epoch"]["steps"] == 46
+    assert rows["rank 1 of 2 at once"]["start_seconds"][1] < 10
+    listed = json.loads(run("collection.py", "--files", "300", "--folder-images", "100"))
+    assert min(listed["files"]["names_per_second"]) > 0

@@ -15,7 +15,7 @@ import pytest
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import sources
+from adclr.data import listing, listing_builder, sources
 from adclr.data.collection import expand, open_source
 from adclr.data.sets.classes import open_labeled
 from adclr.data.sources import ImageFolder, tar_shards
@@ -297,7 +297,7 @@ def test_an_index_is_kept_and_used_while_it_is_true(
     below = next(path for path in data.iterdir() if path.is_dir())
     assert open_source(below, index).paths == ImageFolder(below).paths  # that of the folder above is no use
 
-    def never(root: Path) -> sources.Listing:
+    def never(root: Path) -> listing.Listing:
         raise AssertionError(f"{root} was searched again")
 
     search = sources.index_folder
@@ -338,7 +338,7 @@ def test_an_index_of_shards(folder: ImageFolder, tmp_path: Path, monkeypatch: py
 
 def test_a_run_keeps_its_index(images: Path, tmp_path: Path) -> None:
     run = package.pretrain(images / "train", out=tmp_path / "run", **TINY)
-    kept = sources.load_listing(run.path / launch.INDEX)
+    kept = listing.load_listing(run.path / launch.INDEX)
     assert kept is not None
     assert kept.names == list(ImageFolder(images / "train").paths)
     assert np.array_equal(launch.prepare(None, run.path).source.keys, ImageFolder(images / "train").keys)
@@ -346,10 +346,13 @@ def test_a_run_keeps_its_index(images: Path, tmp_path: Path) -> None:
 
 def test_a_million_names_are_indexed_and_loaded_in_seconds(tmp_path: Path) -> None:
     names = [f"n{i % 1000:08d}/image_{i:08d}.JPEG" for i in range(1_000_000)]
-    made = sources.Listing(names, {str(tmp_path / str(i)): (0, i) for i in range(1000)}, sources.NO_EXTENTS, [])
     started = time.monotonic()
+    with listing_builder.Storage([str(tmp_path)]) as storage:
+        builder = listing_builder.ListingBuilder(storage)
+        builder.add(listing_builder.encode(names))
+        made = builder.listing({str(tmp_path / str(i)): (0, i) for i in range(1000)}, {})
     made.save(tmp_path / "index.npz")
-    back = sources.load_listing(tmp_path / "index.npz")
+    back = listing.load_listing(tmp_path / "index.npz")
     assert back is not None
     assert back.names[-1] == names[-1]
     assert len(back.facts) == 1000

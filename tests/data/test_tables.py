@@ -9,17 +9,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.data import sources
 from adclr.data.collection import open_source
+from adclr.data.listing import Listing
 from adclr.data.random_draws import key_of
 from adclr.data.sets.classes import open_labeled
-from adclr.data.sources import ImageFolder, tables
+from adclr.data.sources import ImageFolder, tables, tar_shards
 from adclr.data.sources.tables import Tables
 from adclr.training import launch
 from tiny import TINY
@@ -168,7 +169,8 @@ def test_a_run_of_version_0_1_over_shards_keeps_its_keys(
 ) -> None:
     """Its index has no word of keys; it resumes with those of SHARD/MEMBER, though a new run has others."""
     write_web(tmp_path / "x.tar", {path: folder.read(i) for i, path in enumerate(folder.paths)})
-    monkeypatch.setattr(sources.Listing, "__init__", _without_keyed_by_member(sources.Listing.__init__))
+    monkeypatch.setattr(tar_shards, "member_name", lambda name, _: name)
+    monkeypatch.setattr(Listing, "_arrays", _arrays_of_version_0_1)
     settings = {"recipe": "adclr_small", **TINY}
     old = package.pretrain(tmp_path / "x.tar", out=tmp_path / "old", **settings)
     monkeypatch.undo()
@@ -178,10 +180,12 @@ def test_a_run_of_version_0_1_over_shards_keeps_its_keys(
     assert open_source(tmp_path / "x.tar").fingerprint() == folder.fingerprint() != resumed.source.fingerprint()
 
 
-def _without_keyed_by_member(init: Any) -> Any:
-    return lambda self, names, facts, places, labels, problems=None, *_: init(
-        self, names, facts, places, labels, problems or {}, False
-    )
+def _arrays_of_version_0_1(listing: Listing) -> dict[str, Any]:
+    texts = {"names": listing.names, "labels": listing.labels}
+    encoded = {name: "\0".join(some).encode("utf-8", "surrogateescape") for name, some in texts.items()}
+    others = {name: json.dumps(getattr(listing, name)).encode() for name in ("facts", "problems")}
+    bytes_ = {name: np.frombuffer(text, np.uint8) for name, text in (encoded | others).items()}
+    return bytes_ | {"places": listing.places}
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The batches of a pretraining, from top to bottom: order -> decode -> plan -> render -> prefetch.
 
-order     which images a step is shown is a function of (seed, epoch, key)      here, `random_draws.epoch_order`
+order     which images a step is shown is a function of (seed, epoch, key)      here, `key_order.epoch_pieces`
 decode    threads read and decode these images, or take them from the cache     `feed.Feed`
 plan      boxes, jitter and masks of their crops, numbers only                  `view_plan.plan_batch`
 render    the crops are cut out, resized and altered on the training device     `augment.render`
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.feed import Batch, Feed
+from adclr.data.key_order import KeyOrder, epoch_pieces
 from adclr.data.prefetch import Prefetcher
-from adclr.data.random_draws import combine, epoch_order
+from adclr.data.random_draws import combine
 from adclr.data.view_plan import BatchPlan, plan_batch
 from adclr.model.view_tensors import Views
 from adclr.system import distributed
@@ -36,7 +37,7 @@ class TrainingBatches:
         self.batch_size = settings.train.batch_size
         self.local_batch = self.batch_size // distributed.world_size()  # images of a step in this process
         self.steps_per_epoch = len(feed.source) // self.batch_size
-        self._shuffled: tuple[int, NDArray[np.int64]] | None = None  # the last epoch and its order
+        self._shuffled: tuple[int, KeyOrder] | None = None  # the last epoch and its order
 
     def from_step(self, start: int) -> Prefetcher[Views]:
         """Return the views of every micro-batch of this process from a step on; close the iterator in the end."""
@@ -64,9 +65,9 @@ class TrainingBatches:
         epoch, position = divmod(step, self.steps_per_epoch)
         shuffled = self._shuffled  # one tuple, since the thread that makes batches asks too
         if shuffled is None or shuffled[0] != epoch:
-            shuffled = epoch, epoch_order(self.settings.train.seed, epoch, self.feed.source.keys)
+            shuffled = epoch, epoch_pieces(self.settings.train.seed, epoch, self.feed.source.keys)
             self._shuffled = shuffled
-        return epoch, shuffled[1][position * self.batch_size : (position + 1) * self.batch_size]
+        return epoch, shuffled[1].select(position * self.batch_size, (position + 1) * self.batch_size)
 
     def step_keys(self, step: int) -> list[str]:
         """Return the keys of the images of a step, as hexadecimal digits."""

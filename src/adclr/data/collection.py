@@ -14,7 +14,9 @@ import numpy as np
 from adclr.config.auto import Choice, choose
 from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable, size_of
-from adclr.data.sources import FileList, ImageFolder, Listing, Source, huggingface_cache, index_folder, load_listing
+from adclr.data.listing import Listing, load_listing
+from adclr.data.listing_builder import load_shared
+from adclr.data.sources import FileList, ImageFolder, Source, huggingface_cache, index_folder
 from adclr.data.sources.huggingface import HuggingFace
 from adclr.data.sources.object_stores import StoreFolder, open_list
 from adclr.data.sources.tables import SUFFIXES as TABLES
@@ -54,16 +56,19 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
             f"{text} is not a folder, a list ({' '.join(LISTS)}), a .tar shard or a table ({' '.join(TABLES)}); "
             "name one of these"
         )
-    if os.path.isdir(text):
-        files = _packed_files(os.path.join(text, name) for name in os.listdir(text))
+    folder = os.path.abspath(text)
+    known = _load_index(index)
+    if known is None or next(iter(known.facts)) != folder:
+        known = load_shared([folder])
+    if known is None and os.path.isdir(text):
+        with os.scandir(text) as entries:
+            files = _packed_files(os.path.join(text, entry.name) for entry in entries)
         if files:  # a forgotten archive beside photos is not the collection
             listing = index_folder(Path(text))
             if listing.names:
                 return ImageFolder(text, listing)
             return _open_files(text, files, index, allow_damaged)
-    known = _load_index(index)
-    of_folder = known is not None and next(iter(known.facts)) == os.path.abspath(text)
-    return ImageFolder(text, known if of_folder else None)
+    return ImageFolder(text, known)
 
 
 def _open_in_store(url: str, index: Path | None, allow_damaged: bool) -> Source:
@@ -91,8 +96,9 @@ def _open_in_store(url: str, index: Path | None, allow_damaged: bool) -> Source:
 
 def _packed_files(names: Iterable[str]) -> list[str]:
     """Return the shards among files, or, if there are none, the Parquet files, or the Arrow files; sorted."""
-    visible = sorted(name for name in names if not os.path.basename(name).startswith("."))
-    of_kind = ([name for name in visible if name.endswith(kind)] for kind in (".tar", *TABLES))
+    kinds = (".tar", *TABLES)
+    visible = sorted(name for name in names if name.endswith(kinds) and not os.path.basename(name).startswith("."))
+    of_kind = ([name for name in visible if name.endswith(kind)] for kind in kinds)
     return next((files for files in of_kind if files), [])
 
 

@@ -1,7 +1,8 @@
 """Stamps tell whether an image was replaced: its size and time of modification, or a hash of its content.
 
 Reading the stamps of a million images from a local disk takes about 8 seconds (2 cores), from a network longer; to find
-added and removed files only the folders are read. Contents are read only if `data.check=content` is set.
+added and removed files only the folders are read. Contents are read only if `data.check=content` is set. Of more than
+four million images, a run looks at the stamps of one million, which their keys choose, unless contents are asked for.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from adclr.data.random_draws import Keys
+from adclr.data.key_order import smallest
+from adclr.data.random_draws import Keys, mix
 from adclr.data.sources import Source
 from adclr.system.files import write_atomically
 from adclr.system.progress import track
 
 Check = Literal["time", "content"]
 CHUNK = 256  # images that a thread handles at once
+MOST_WATCHED, WATCHED = 2**22, 2**20  # images of which a run reads all stamps, and how many of more
 STAT_THREADS = 16  # for a network file system; a local disk is as fast with fewer
 
 
@@ -35,6 +38,7 @@ class Stamps:
     sizes: NDArray[np.int64]  # bytes
     times: NDArray[np.int64]  # of modification, ns
     contents: NDArray[np.uint64] | None = None  # hashes of the files, if they were read
+    indices: NDArray[np.int64] | None = None  # of the images, unless these are all
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -51,6 +55,7 @@ class Stamps:
 
     def save(self, path: Path, keys: Keys) -> None:
         """Write them to an .npz file in the order of the images' keys, whole or not at all."""
+        keys = _watched_keys(keys, self.indices)
         order, buffer = np.argsort(keys, kind="stable"), io.BytesIO()
         sorted_ = self.of(order)
         arrays = {"keys": keys[order], "sizes": sorted_.sizes, "times": sorted_.times}
@@ -60,11 +65,28 @@ class Stamps:
         write_atomically(path, buffer.getvalue())
 
 
-def read_stamps(source: Source, check: Check = "time", num_threads: int | None = None) -> Stamps:
-    """Return the stamps of all images; with `check="content"` every image is read."""
-    count = len(source)
-    pairs = np.array(_each(source.stamp, count, STAT_THREADS), np.int64).reshape(count, 2)
-    stamps = Stamps(pairs[:, 0], pairs[:, 1])
+def watched_images(source: Source, check: Check) -> NDArray[np.int64] | None:
+    """Return the indices of the images whose stamps a run looks at; None: of all."""
+    if check == "content" or len(source) <= MOST_WATCHED:
+        return None
+    return np.sort(smallest(source.keys, WATCHED, mix))
+
+
+def _watched_keys(keys: Keys, indices: NDArray[np.int64] | None) -> Keys:
+    return keys if indices is None else np.asarray(keys[indices])
+
+
+def read_stamps(
+    source: Source,
+    check: Check = "time",
+    num_threads: int | None = None,
+    indices: NDArray[np.int64] | None = None,
+) -> Stamps:
+    """Return the stamps of all images, or of those of some indices; with `check="content"` every image is read."""
+    count = len(source) if indices is None else len(indices)
+    stamp_of = source.stamp if indices is None else lambda row: source.stamp(int(indices[row]))
+    pairs = np.array(_each(stamp_of, count, STAT_THREADS), np.int64).reshape(count, 2)
+    stamps = Stamps(pairs[:, 0], pairs[:, 1], None, indices)
     if check == "time":
         return stamps
 
@@ -84,8 +106,12 @@ def fingerprint_files(source: Source) -> str:
     return _digest(np.stack([source.keys[order].view(np.int64), read_stamps(source).sizes[order]]))
 
 
-def load_stamps(path: Path, keys: Keys) -> Stamps | None:
-    """Return the stamps that were saved for images of these keys, in their order; None if there are none."""
+def load_stamps(path: Path, keys: Keys, indices: NDArray[np.int64] | None = None) -> Stamps | None:
+    """Return the stamps that were saved for images of these keys, in their order; None if there are none.
+
+    With indices only those of these images are asked for; the file may hold others too.
+    """
+    keys = _watched_keys(keys, indices)
     try:
         with np.load(path, allow_pickle=False) as file:
             known = file["keys"].astype(np.uint64)
@@ -95,7 +121,12 @@ def load_stamps(path: Path, keys: Keys) -> Stamps | None:
         return None
     columns = [column for column in (stamps.sizes, stamps.times, contents) if column is not None]
     order = np.argsort(keys, kind="stable")
-    if any(column.shape != keys.shape for column in columns) or not np.array_equal(known, keys[order]):
+    if any(column.shape != known.shape for column in columns):
+        return None
+    if indices is not None and len(known) > len(keys):  # written when the stamps of all were
+        rows = np.searchsorted(known, keys[order]).clip(max=len(known) - 1)
+        known, stamps = known[rows], stamps.of(rows)
+    if not np.array_equal(known, keys[order]):
         return None
     return stamps.of(np.argsort(order))
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from adclr.config.parsing import Count, Device, Section, UserError, setting
 from adclr.data.collection import open_source
+from adclr.data.key_order import smallest
 from adclr.data.random_draws import Draws
 from adclr.data.sources import Source, Subset
 from adclr.evals.task import check_inputs
@@ -132,7 +133,7 @@ def score(
 ) -> dict[str, float]:
     """Return the scores and those of guessing."""
     vit = weights.vit
-    chosen: Source = Subset(source, np.argsort(source.keys, kind="stable")[: settings.max_images])
+    chosen: Source = Subset(source, smallest(source.keys, settings.max_images))
     size = tuple(round(IMAGE_SCALE * side) for side in vit.input_size)
     reader = ImageReader(chosen, weights.decoder, center_crop((size[0], size[1])), device, settings.num_workers)
     normalize, order = normalizer(weights, device), split_batches(np.arange(len(chosen)), settings.batch_size)

@@ -16,6 +16,7 @@ from PIL import Image
 from adclr import report
 from adclr.config.parsing import UserError
 from adclr.data.decode import Pixels, Unreadable
+from adclr.data.key_order import smallest
 from adclr.data.sources import Source
 from adclr.features import analysis, drawing
 from adclr.features.analysis import Box, Floats, Grid, InputImage
@@ -88,7 +89,7 @@ def choose_images(source: Source, weights: Weights) -> list[tuple[InputImage, Bo
     """Return the readable images of the smallest keys, which depend on their names only, with a query box each."""
     size, patch = 2 * min(weights.vit.input_size), weights.vit.patch_size
     images: list[tuple[InputImage, Box]] = []
-    for index in np.argsort(source.keys, kind="stable")[:MAX_TRIED].tolist():
+    for index in smallest(source.keys, MAX_TRIED).tolist():
         try:
             pixels = weights.decoder(source.read(index))
         except (Unreadable, OSError):

@@ -15,21 +15,28 @@ from adclr.system import locks
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
     """Write a file that is then there whole or not at all; if `durable`, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         if durable:
             write_synced(temporary, [data])
         else:
             temporary.write_bytes(data)
+    if durable:
+        sync(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a temporary file, which then takes the place of a file, or is deleted after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)  # write(2) does not say it; for rename(2) it is the temporary name
         raise
-    if durable:
-        sync(path.parent)
 
 
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adclr.config.parsing import VIT_SIZES, UserError
 from adclr.config.settings import Settings
+from adclr.data.key_order import smallest
 from adclr.data.random_draws import mix
 from adclr.data.sources import Source, Subset
 from adclr.evals.features import extract_features
@@ -145,7 +146,7 @@ class ForgettingProbe:
     ) -> None:
         self.run, self.settings, self.device, self.probe = run, settings, device, probe
         self.teacher = teacher
-        chosen = np.argsort(mix(source.keys), kind="stable")[:NUM_IMAGES]
+        chosen = smallest(source.keys, NUM_IMAGES, mix)
         self.source = Subset(source, np.sort(chosen))
         self.every, self.total = settings.probe.every_epochs * schedules.steps_per_epoch, schedules.total_steps
         self.at_start = start == 0

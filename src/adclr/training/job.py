@@ -11,7 +11,6 @@ import torch
 from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.data import file_stamps
 from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
@@ -158,7 +157,7 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     else:
         state = checkpoint.load_before(before, run, method, optimizer)
     data, meter = settings.data, Meter(device, settings.train.log_every_steps, loss_names(method))
-    now = file_stamps.read_stamps(source, data.check, data.num_workers) if distributed.is_main() else None
+    now = launch.read_stamps(launched) if distributed.is_main() else None
     if state is not None:
         _check_resumable(launched, state, now)
         meter.restore(state.meter)

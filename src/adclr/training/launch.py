@@ -283,7 +283,7 @@ def check_finished(launched: Launch) -> None:
         )
     data = launched.settings.data
     if (launched.run.path / STAMPS).exists() and not data.allow_changed:
-        change = describe_replaced(launched, file_stamps.read_stamps(launched.source, data.check, data.num_workers))
+        change = describe_replaced(launched, read_stamps(launched))
         if change is not None:
             raise UserError(
                 f"{launched.run.path} is finished and {change} since; choose another --out, or set "
@@ -291,19 +291,26 @@ def check_finished(launched: Launch) -> None:
             )
 
 
+def read_stamps(launched: Launch) -> Stamps:
+    """Return the stamps of the images of a run as they are now; of very many, of some."""
+    source, data = launched.source, launched.settings.data
+    return file_stamps.read_stamps(source, data.check, data.num_workers, file_stamps.watched_images(source, data.check))
+
+
 def describe_replaced(launched: Launch, now: Stamps) -> str | None:
     """Return a clause on the images that were replaced since a run was last started; None if none were."""
     source = launched.source
-    before = file_stamps.load_stamps(launched.run.path / STAMPS, source.keys)
+    before = file_stamps.load_stamps(launched.run.path / STAMPS, source.keys, now.indices)
     if before is None:  # a run of version 0.1
         return None
     indices = file_stamps.find_replaced(before, now, launched.settings.data.check)
     if not len(indices):
         return None
-    first = source.paths[int(indices[0])]
+    first = source.paths[int(indices[0] if now.indices is None else now.indices[indices[0]])]
     if len(indices) == 1:
         return f"1 image of {source.root} was replaced, {first},"
-    return f"{len(indices)} images of {source.root} were replaced, such as {first},"
+    sample = "" if now.indices is None else f" among {len(now)}"
+    return f"{len(indices)} images{sample} of {source.root} were replaced, such as {first},"
 
 
 def check_batch(settings: Settings, num_images: int, num_processes: int, unit: str) -> None:

@@ -299,8 +299,7 @@ def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> 
     if source is not None:
         index, listing = 0, source.listing  # a list or a data set needs no index
         if listing is not None:
-            index = sum(len(name.encode("utf-8", "surrogateescape")) + 1 for name in (*listing.names, *listing.labels))
-            index += listing.places.nbytes + 100 * len(listing.facts)
+            index = listing.nbytes
     checkpoint, backbone = plan_cost.checkpoint_bytes(settings), plan_cost.backbone_bytes(settings)
     logs, checkpoints = plan_cost.log_bytes(settings, steps), settings.train.keep_checkpoints + 1
     return {

@@ -6,15 +6,10 @@ collection is the same wherever it is stored.
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import stat
-import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from hashlib import blake2b
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -22,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
+from adclr.data.key_order import examine_keys
+from adclr.data.listing import Facts, Listing, fact
+from adclr.data.listing_builder import SORTED_AT_ONCE, ListingBuilder, SortedNames, Storage, build_listing
 from adclr.data.random_draws import Keys, key_of
-from adclr.system import stores
-from adclr.system.files import write_atomically
 from adclr.system.progress import ProgressCount
 from adclr.system.stores.urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 PROGRESS_EVERY = 1000  # images between two updates of the progress, also within one folder
-NO_EXTENTS = np.zeros((0, 3), np.int64)
 
 
 class Source:
@@ -46,6 +41,8 @@ class Source:
     @cached_property
     def keys(self) -> Keys:
         """Return the 64-bit key of each item."""
+        if self.listing is not None:
+            return self.listing.keys
         return np.fromiter((key_of(path) for path in self.paths), np.uint64, len(self.paths))
 
     def __len__(self) -> int:
@@ -58,7 +55,7 @@ class Source:
 
     def fingerprint(self) -> str:
         """Return a hash of all keys: the same wherever the collection is stored."""
-        return blake2b(np.sort(self.keys).tobytes(), digest_size=16).hexdigest()
+        return examine_keys(self.keys).fingerprint if self.listing is None else self.listing.fingerprint
 
     def file(self, index: int) -> str:
         """Return the path of the file that contains an item."""
@@ -273,7 +270,13 @@ def index_folder(root: Path) -> Listing:
             raise UserError(f"{root} is not a folder; give the folder that holds the images")
     except OSError as error:
         raise UserError(f"folder {root} cannot be read ({error.strerror}); check the path") from None
+    return build_listing([os.path.abspath(root)], partial(_search_folder, root))
+
+
+def _search_folder(root: Path, storage: Storage) -> Listing:
+    """Index a folder that is there."""
     names: list[str] = []
+    sorted_names = SortedNames(storage)
     links: dict[str, str] = {}  # the first name of each file that links point to
     facts: Facts = {}
     problems: dict[str, str] = {}
@@ -304,15 +307,27 @@ def index_folder(root: Path) -> Listing:
                         elif kind == "dangling":
                             link = os.path.abspath(entry.path)
                             problems[link] = f"a link to {os.readlink(link)}, which is not there"
-                        if len(names) - tally.count >= PROGRESS_EVERY:
-                            tally.add(len(names) - tally.count)
+                        if sorted_names.count + len(names) - tally.count >= PROGRESS_EVERY:
+                            tally.add(sorted_names.count + len(names) - tally.count)
+                            if len(names) >= SORTED_AT_ONCE:
+                                sorted_names.add(names)
+                                names = []
             except PermissionError:
                 raise UserError(f"folder {folder} may not be read; change its permissions") from None
             pending += sorted(subfolders)  # of two links, the same one is followed wherever the collection is stored
-    if links:
-        files = {os.path.join(_real(root, os.path.dirname(path)), os.path.basename(path)) for path in names}
-        names += [path for file, path in links.items() if file not in files]
-    return Listing(sorted(names), facts, NO_EXTENTS, [], problems)
+        if links:
+            folders = {os.path.realpath(path) for path in facts}
+            names += [path for file, path in links.items() if not _is_listed(file, folders)]
+        builder = ListingBuilder(storage)
+        for part in sorted_names.parts(names):
+            builder.add(part)
+    return builder.listing(facts, problems)
+
+
+def _is_listed(file: str, folders: set[str]) -> bool:
+    """Return whether a file that links point to lies in a folder that is searched, and counts there as an image."""
+    folder, name = os.path.split(file)
+    return folder in folders and not name.startswith(".") and name.lower().endswith(SUFFIXES)
 
 
 def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "dangling"] | None:
@@ -327,89 +342,3 @@ def _kind(entry: os.DirEntry[str]) -> Literal["folder", "file", "link", "danglin
     except OSError:  # a link to itself, or into a folder that may not be read
         pass
     return "dangling" if entry.is_symlink() and not os.path.exists(entry.path) else None
-
-
-@lru_cache(maxsize=2**16)
-def _real(root: Path, folder: str) -> str:
-    return os.path.realpath(root / folder)
-
-
-Fact = tuple[int, ...]  # 1 if it is a file; mtime and ctime (ns); inode; bytes (0 for a folder)
-Facts = dict[str, Fact]
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The index of a collection: its items, and by what a change of it is noticed."""
-
-    names: list[str]  # of all items, in order
-    facts: Facts  # of each folder or shard, by its full path
-    places: NDArray[np.int64]  # n×3: number of the shard (in the order of `facts`), offset, bytes; 0×3 for a folder
-    labels: list[str]  # one for each item, or none at all
-    problems: dict[str, str] = field(default_factory=dict)  # by full path: damaged shards, dangling links
-    keyed_by_member: bool = False  # of shards: keys do not depend on the shard; false in indexes of version 0.1
-
-    def current(self) -> bool:
-        """Return whether the collection is still what was indexed."""
-        try:
-            same = all(fact(path, bool(known[0])) == known for path, known in self.facts.items() if not is_remote(path))
-            remote = [path for path in self.facts if is_remote(path)] if same else []
-            same = same and stores.in_parallel(lambda path: fact(path, True), remote) == [self.facts[p] for p in remote]
-        except OSError:
-            return False
-        # the folder of a link does not change when the file that the link points to is restored
-        return same and not any(path not in self.facts and os.path.exists(path) for path in self.problems)
-
-    def save(self, path: Path) -> None:
-        """Write the index to one .npz file, whole or not at all."""
-        arrays = {
-            "names": _text(self.names),
-            "labels": _text(self.labels),
-            "facts": np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
-            "places": self.places,
-            "problems": np.frombuffer(json.dumps(self.problems).encode(), np.uint8),
-            "keyed_by_member": np.array(self.keyed_by_member),
-        }
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(path, buffer.getvalue(), durable=False)
-
-
-def load_listing(path: Path) -> Listing | None:
-    """Return the index in a file; None if it cannot be read."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                return None  # not written by `save`, and of any size once it is unpacked
-        with np.load(path, allow_pickle=False) as file:
-            facts = {str(k): tuple(int(n) for n in v) for k, v in json.loads(file["facts"].tobytes()).items()}
-            problems = {str(k): str(v) for k, v in json.loads(file["problems"].tobytes()).items()}
-            places = file["places"].astype(np.int64)
-            keyed = "keyed_by_member" in file and bool(file["keyed_by_member"])
-            listing = Listing(_lines(file["names"]), facts, places, _lines(file["labels"]), problems, keyed)
-    except Exception:  # whatever is wrong with it, the collection can be indexed again
-        return None
-    shape = (len(listing.names), 3)
-    if not listing.names or not listing.facts:
-        return None
-    return listing if listing.places.shape in (shape, (0, 3)) and len(listing.labels) in (0, shape[0]) else None
-
-
-def fact(path: str | Path, is_file: bool) -> Fact:
-    """Return the facts of a file or folder, by which a change of it is noticed."""
-    if is_remote(str(path)):
-        stored = stores.stat(str(path))
-        return 1, stored.version, 0, 0, stored.size
-    status = os.stat(path)
-    size = status.st_size if is_file else 0
-    return int(is_file), status.st_mtime_ns, status.st_ctime_ns, status.st_ino, size
-
-
-def _text(lines: list[str]) -> NDArray[np.uint8]:
-    """Encode lines, which can contain any byte but NUL."""
-    return np.frombuffer("\0".join(lines).encode("utf-8", "surrogateescape"), np.uint8)
-
-
-def _lines(array: NDArray[np.uint8]) -> list[str]:
-    text = array.tobytes().decode("utf-8", "surrogateescape")
-    return text.split("\0") if text else []

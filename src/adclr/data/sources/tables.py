@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from adclr.config.parsing import UserError
-from adclr.data.sources import Source, fact, is_searched
+from adclr.data.listing import fact
+from adclr.data.sources import Source, is_searched
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoreReader
 from adclr.data.sources.table_files import (
     ParquetFile,

@@ -11,17 +11,18 @@ import io
 import json
 import os
 import tarfile
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import numpy as np
-
 from adclr.config.parsing import UserError
-from adclr.data.random_draws import Keys, key_of
-from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_searched
+from adclr.data.listing import Facts, Listing, fact, member_name, shard_titles
+from adclr.data.listing_builder import ListingBuilder, Storage, build_listing, encode
+from adclr.data.sources import SUFFIXES, Source, is_searched
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
 from adclr.system import stores
 from adclr.system.progress import ProgressCount
@@ -60,18 +61,6 @@ class TarShards(Source):
             raise UserError(_refusal(listing))
         super().__init__(str(root) if self.files else Path(root), listing.names, listing)
         self.shards, self.places, self.labels = list(listing.facts), listing.places, listing.labels
-
-    @cached_property
-    def keys(self) -> Keys:
-        """Return the key of each item, by its name in the shard if no other shard has a member of that name."""
-        assert self.listing is not None
-        if self.listing.keyed_by_member:
-            lengths = [len(title) + 1 for title in _titles(self.shards)]
-            members = (path[lengths[shard] :] for path, shard in zip(self.paths, self.places[:, 0], strict=True))
-            keys = np.fromiter((key_of(name.removeprefix("./")) for name in members), np.uint64, len(self.paths))
-            if len(np.unique(keys)) == len(keys):
-                return keys
-        return np.fromiter(map(key_of, self.paths), np.uint64, len(self.paths))
 
     def _open(self, shard: str) -> BinaryIO:
         """Return a shard as a file."""
@@ -118,7 +107,8 @@ class TarShards(Source):
         """Return whether an image in this folder would turn the folder of the shards into a folder of images."""
         if self.files:
             return False
-        return super().holds(folder) or (os.path.isdir(self.root) and is_searched(folder, [self.root]))
+        folders = {os.path.realpath(os.path.dirname(shard)) for shard in self.shards}
+        return os.path.realpath(folder) in folders or (os.path.isdir(self.root) and is_searched(folder, [self.root]))
 
     def lost(self, index: int) -> str | None:
         """Return the shard if it has disappeared, and many images with it."""
@@ -141,38 +131,39 @@ def _facts(shards: Sequence[str]) -> Facts:
 
 def index_shards(shards: Sequence[str], facts: Facts, open_shard: Opener) -> Listing:
     """Index the images of all shards; a damaged shard is named under `problems`, its readable images are listed."""
-    names: list[str] = []
-    places: list[tuple[int, int, int]] = []
-    labels: dict[str, str] = {}
-    problems: dict[str, str] = {}
-    with (
-        ProgressCount("indexing", "images") as tally,
-        ThreadPool(min(SHARDS_AT_ONCE, len(shards)) if is_remote(shards[0]) else 1, "index") as pool,
-    ):
-        pending = [
-            pool.submit(_read_members, shard, title, facts[shard][4], open_shard)
-            for shard, title in zip(shards, _titles(shards), strict=True)
-        ]
-        for number, (shard, future) in enumerate(zip(shards, pending, strict=True)):
+    return build_listing(shards, partial(_read_shards, shards, facts, open_shard))
+
+
+def _read_shards(shards: Sequence[str], facts: Facts, open_shard: Opener, storage: Storage) -> Listing:
+    builder, problems = ListingBuilder(storage), dict[str, str]()
+    num_threads = min(SHARDS_AT_ONCE, len(shards)) if is_remote(shards[0]) else 1
+    titles = shard_titles(shards)
+    with ProgressCount("indexing", "images") as tally, ThreadPool(num_threads, "index") as pool:
+        pending = deque[Future[_Members]]()
+        submitted = 0
+        for number, (shard, title) in enumerate(zip(shards, titles, strict=True)):
+            for ahead in range(submitted, min(number + 4 * num_threads, len(shards))):  # few, since each holds names
+                name = shards[ahead]
+                pending.append(pool.submit(_read_members, name, titles[ahead], facts[name][4], open_shard))
+                submitted += 1
             try:
-                members = future.result()
+                members = pending.popleft().result()
             except tarfile.TarError as error:
                 raise UserError(
                     f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or mend it"
                 ) from None
             except OSError as error:
                 raise UserError(f"shard {shard} cannot be read ({error.strerror}); check the path") from None
-            names += [name for name, _, _ in members.images]
-            places += [(number, offset, size) for _, offset, size in members.images]
-            labels |= members.labels
+            names = [name for name, _, _ in members.images]
+            places = [(number, offset, size) for _, offset, size in members.images]
+            labels = encode(members.labels.get(_stem(name), "") for name in names)
+            builder.add(encode(names), places, labels, encode(member_name(name, title) for name in names))
             if members.problem:
                 problems[shard] = members.problem
-            tally.add(len(members.images))
-    if not names:
+            tally.add(len(names))
+    if not len(builder):
         raise UserError(f"the shards ({shards[0]}, ...) hold no image; these count: {' '.join(SUFFIXES)}")
-    labels_in_order = [labels.get(_stem(name), "") for name in names] if labels else []
-    in_order = {shard: facts[shard] for shard in shards}
-    return Listing(names, in_order, np.array(places, np.int64).reshape(-1, 3), labels_in_order, problems, True)
+    return builder.listing({shard: facts[shard] for shard in shards}, problems, keyed_by_member=True)
 
 
 @dataclass
@@ -260,15 +251,6 @@ def _refusal(listing: Listing) -> str:
     return (
         f"{subject}: {problem}; write it again, or set data.allow_damaged_shards=true to pretrain on what can be read"
     )
-
-
-def _titles(shards: Sequence[str]) -> list[str]:
-    """Return the names of the shards: their file names, or, where these repeat, paths below their common folder."""
-    bases = [Path(shard).name for shard in shards]
-    if len(set(bases)) == len(bases):
-        return bases
-    shared = os.path.commonpath([os.path.dirname(os.path.abspath(shard)) for shard in shards])
-    return [os.path.relpath(shard, shared) for shard in shards]
 
 
 def _stem(name: str) -> str:

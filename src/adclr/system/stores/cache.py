@@ -183,7 +183,7 @@ def configure(folder: str | None, gib: float | None) -> None:
 
 def local_cache() -> LocalCache | None:
     """Return the local cache of this process; None if its size is 0."""
-    folder, gib = _settings
+    _, gib = _settings
     if gib is None:
         text = os.environ.get(SIZE_VARIABLE, "")
         try:
@@ -192,4 +192,9 @@ def local_cache() -> LocalCache | None:
             raise UserError(f"{SIZE_VARIABLE}={text} is not a number of GiB; set it to such as 20, or to 0") from None
     if not gib > 0:
         return None
-    return LocalCache(Path(folder) if folder is not None else cache_folder(), gib * GIB)
+    return LocalCache(current_folder(), gib * GIB)
+
+
+def current_folder() -> Path:
+    """Return the folder of the local cache of this process."""
+    return cache_folder() if _settings[0] is None else Path(_settings[0])
