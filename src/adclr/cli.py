@@ -20,7 +20,7 @@ from typing import Any
 
 from adclr import __version__
 from adclr.system import locks, openmp
-from adclr.system.arguments import Parser, count, positive, seed
+from adclr.system.arguments import Parser, attach_value, count, positive, seed
 from adclr.system.stores.urls import conceal
 from adclr.system.text import printable
 
@@ -98,7 +98,7 @@ def _train(options: Namespace, values: dict[str, Any], kind: Any) -> None:
 
         replay.replay_step(launched, options.replay)
         return
-    for reason in launched.reasons:
+    for reason in launched.reasons if os.environ.get("RANK", "0") == "0" else ():
         print(printable(reason), flush=True)
     from adclr.training import loop
 
@@ -179,7 +179,8 @@ def _study(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import study
 
     file, out, results = Path(options.file), Path(options.out), _path(options.results)
-    study.run_study(file, out, results, values, options.minutes, options.at_once, options.overwrite)
+    limits = options.minutes, options.at_once
+    study.run_study(file, out, results, values, *limits, options.overwrite, options.launcher, options.slurm)
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
@@ -302,7 +303,10 @@ def parser() -> Parser:
     add("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
     add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
     add("--minutes", type=positive, metavar="N", help="begin no run that would end later")
-    add("--at-once", type=count, default=1, metavar="N", help="runs on each GPU at a time (%(default)s)")
+    add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (1); with slurm in all (no limit)")
+    launchers = "where runs are made: on this machine, or as an array of SLURM jobs (%(default)s)"
+    add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
+    add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
 
     add = command(
         "explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer:ExplorerSettings"
@@ -374,6 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    arguments = attach_value("--slurm", arguments)
     arguments = [conceal(argument) for argument in arguments]  # what is written down has no credentials in URLs
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()

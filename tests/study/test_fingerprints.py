@@ -14,8 +14,8 @@ from adclr import cli
 from adclr import study as studies
 from adclr.data.sets import scenes
 from adclr.study.fingerprints import compute_fingerprints
+from adclr.study.jobs import Workspace, build_job
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, build_job
 from adclr.study.study_file import Cell, Study, read_study
 from adclr.study.worker import run_job
 from adclr.weights.backbone import architecture, save_backbone

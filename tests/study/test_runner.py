@@ -19,8 +19,9 @@ import pytest
 
 from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
+from adclr.study.jobs import Workspace
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, list_gpus, run_cells
+from adclr.study.runner import list_gpus, run_cells
 from adclr.study.study_file import read_study
 from studied import KNN, study
 from tiny import TINY, Adclr

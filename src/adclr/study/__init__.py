@@ -12,8 +12,11 @@ from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.study import figure, table
 from adclr.study.fingerprints import compute_fingerprints
+from adclr.study.jobs import Workspace, pending_evaluations
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
+from adclr.study.runner import list_gpus, run_cells
+from adclr.study.slurm import run_cells_in_slurm
+from adclr.study.slurm_queue import split_options
 from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
@@ -28,10 +31,13 @@ def run_study(
     results: Path | None,
     data: Mapping[str, Any],
     minutes: float | None = None,
-    at_once: int = 1,  # on each GPU
+    at_once: int | None = None,  # on each GPU, by default 1; in SLURM in all, by default as many as it starts
     overwrite: bool = False,  # pages of the same name that no study wrote
+    launcher: str = "local",  # or "slurm"
+    slurm: str = "",  # options of sbatch
 ) -> Path:
     """Run what is missing and has its data here, write the page on all results, and return its path."""
+    _check_launcher(launcher, slurm, minutes)
     study = read_study(file)
     folders = _check_folders(study, data)
     store = Results(results if results is not None else file.parent / "results", compute_fingerprints(study, folders))
@@ -43,7 +49,7 @@ def run_study(
     title, done = printable(study.outline.title), len(study.cells) - len(missing)
     print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
     _report_other_data(study, store, folders)
-    workspace = Workspace(out, folders, ())
+    workspace = Workspace(out, folders)
     possible = [cell for cell in missing if pending_evaluations(study, cell, store, workspace) is not None]
     if missing:
         _report_missing_data(study, store, missing, possible, folders)
@@ -62,11 +68,24 @@ def run_study(
                 printable(f"{count} runs are trained again to be scored, since their weights are not in {out}"),
                 flush=True,
             )
-        workspace = Workspace(out, folders, list_gpus() * at_once)
-        left = run_cells(study, possible, store, workspace, minutes if minutes is not None else study.outline.minutes)
-        if left:
-            print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
+        if launcher == "slurm":
+            run_cells_in_slurm(study, possible, store, workspace, slurm, at_once)
+        else:
+            workspace = Workspace(out, folders, list_gpus() * (at_once or 1))
+            limit = minutes if minutes is not None else study.outline.minutes
+            left = run_cells(study, possible, store, workspace, limit)
+            if left:
+                print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
     return _write_page(study, store)
+
+
+def _check_launcher(launcher: str, slurm: str, minutes: float | None) -> None:
+    """Refuse options that the launcher does not have."""
+    if launcher != "slurm" and slurm:
+        raise UserError("--slurm has options for SLURM; add --launcher slurm, or leave it out")
+    split_options(slurm)
+    if launcher == "slurm" and minutes is not None:
+        raise UserError('--minutes is for runs on this machine; limit those in SLURM by --slurm "--time=4:00:00"')
 
 
 def _check_folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:

@@ -1,44 +1,29 @@
-"""Runs the missing runs of a study, as many at once as there are GPUs, each in a process of its own."""
+"""Runs the missing runs of a study on this machine, as many at once as there are GPUs, each in a process of its own."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
 
 from adclr.config.parsing import UserError
-from adclr.study.results import Results, get_score
-from adclr.study.study_file import Cell, Evaluation, Study, data_name, data_path
+from adclr.study.jobs import Workspace, build_job, describe_progress, format_scores, last_line, run_title
+from adclr.study.results import Results
+from adclr.study.study_file import Cell, Study
 from adclr.system import openmp
 from adclr.system.files import write_json
 from adclr.system.progress import ProgressLine
-from adclr.system.runs import Run
 
 POLL_SECONDS = 0.2  # between checks of the processes
 STOP_SECONDS = 60.0  # that a process has to save and exit
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Folders of runs and data, and the GPUs."""
-
-    out: Path  # a folder for each run, and jobs/ with the job and the log of each
-    folders: Mapping[str, Path]  # of data sets, by name
-    gpus: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at once
-
-    def has_weights(self, cell: Cell, results: Results) -> bool:
-        """Return whether the weights of a run are here."""
-        return (self.out / results.run_name(cell) / "backbone.safetensors").exists()
 
 
 @dataclass(frozen=True)
@@ -47,23 +32,9 @@ class Worker:
 
     cell: Cell
     slot: int
-    run: Run
     log: Path
     process: subprocess.Popen[bytes]
     started: float
-
-    @property
-    def name(self) -> str:
-        """Return the name of its run."""
-        return f"{self.cell.label}, seed {self.cell.seed}"
-
-    def progress(self) -> str:
-        """Return how far it is: the last epoch of its metrics, the last line of its log once there are weights."""
-        if (self.run.path / "backbone.safetensors").exists() or self.cell.untrained:
-            return f"{self.name}: {_last_line(self.log)[:60]}"
-        last = re.search(r'"epoch": ([0-9.]+)', _last_line(self.run.path / "metrics.jsonl"))
-        epoch = float(last[1]) if last else 0.0
-        return f"{self.name}: epoch {epoch:.0f} of {self.cell.settings.train.epochs}"
 
 
 def list_gpus() -> list[str | None]:
@@ -74,20 +45,6 @@ def list_gpus() -> list[str | None]:
         return [None]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return list(visible.split(",")) if visible else [str(number) for number in range(torch.cuda.device_count())]
-
-
-def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: Workspace) -> list[Evaluation] | None:
-    """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
-    result = results.read(cell)
-    has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
-    if not has_weights and data_name(study.outline.data) not in workspace.folders:
-        return None
-    pending = [
-        one
-        for one in results.missing_evaluations(cell, study.outline.evaluations)
-        if one.data is not None and data_name(one.data) in workspace.folders
-    ]
-    return pending if pending or (result is None and not cell.untrained) else None
 
 
 def run_cells(
@@ -109,15 +66,16 @@ def run_cells(
                 seconds, code = time.monotonic() - worker.started, worker.process.returncode
                 if code == 0:
                     durations.append(seconds)
-                    line.say(f"{worker.name}: {seconds:.0f} s; {_format_scores(study, worker.cell, results)}")
+                    line.say(f"{run_title(worker.cell)}: {seconds:.0f} s; {format_scores(study, worker.cell, results)}")
                 elif code == 2 and not durations:  # a mistake that the next run would repeat
-                    raise UserError(f"{worker.name}: {_last_line(worker.log).removeprefix('adclr: ')}")
+                    raise UserError(f"{run_title(worker.cell)}: {last_line(worker.log).removeprefix('adclr: ')}")
                 else:
-                    failed.append(f"{worker.name} ({_last_line(worker.log)}; {worker.log} has all)")
-                    line.say(f"{worker.name}: failed with exit code {code}")
+                    failed.append(f"{run_title(worker.cell)} ({last_line(worker.log)}; {worker.log} has all)")
+                    line.say(f"{run_title(worker.cell)}: failed with exit code {code}")
             if late and not workers:
                 break
-            line.move(len(cells) - len(waiting) - len(workers), "; ".join(worker.progress() for worker in workers))
+            progress = "; ".join(describe_progress(worker.cell, results, workspace) for worker in workers)
+            line.move(len(cells) - len(waiting) - len(workers), progress)
             time.sleep(POLL_SECONDS if workers else 0)
     if failed:
         raise UserError(f"{len(failed)} of {len(cells)} runs failed, first {failed[0]}; the same command tries again")
@@ -164,35 +122,10 @@ def _open_pipe() -> Iterator[int]:
         os.close(write_end)
 
 
-def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
-    """Return the job of a run, which `worker.run_job` does."""
-    data, folders = study.outline.data, workspace.folders
-    return {
-        "run": str(workspace.out / results.run_name(cell)),
-        "result": str(results.file(cell)),
-        "data": data_path(data, folders) if data_name(data) in folders else None,
-        "fingerprint": None if cell.untrained else results.fingerprints.training,
-        "recipe": cell.recipe,
-        "overrides": dict(cell.overrides),
-        "identity": cell.identity,
-        "untrained": cell.untrained,
-        "evaluations": [
-            {
-                "evaluation": one.model_dump(mode="json"),
-                "data": data_path(one.data, folders),
-                "fingerprint": results.fingerprints.evaluations.get(one.data),
-            }
-            for one in pending_evaluations(study, cell, results, workspace) or ()
-            if one.data is not None
-        ],
-    }
-
-
 def _start(study: Study, cell: Cell, results: Results, workspace: Workspace, slot: int, pipe: int) -> Worker:
-    name = results.run_name(cell)
-    run, file = Run(workspace.out / name), workspace.out / "jobs" / f"{name}.json"
+    file = workspace.job_file(cell, results)
     write_json(file, build_job(study, cell, results, workspace))
-    gpu, log = workspace.gpus[slot], file.with_suffix(".log")
+    gpu, log = workspace.gpus[slot], workspace.log_file(cell, results)
     threads = openmp.environment(len(workspace.gpus))
     with open(log, "ab") as output, _share_of_cores(slot, len(workspace.gpus)):
         process = subprocess.Popen(
@@ -203,7 +136,7 @@ def _start(study: Study, cell: Cell, results: Results, workspace: Workspace, slo
             pass_fds=[pipe],
             process_group=0,  # Ctrl-C reaches this process alone, which then stops the worker, once
         )
-    return Worker(cell, slot, run, log, process, time.monotonic())
+    return Worker(cell, slot, log, process, time.monotonic())
 
 
 @contextmanager
@@ -218,20 +151,3 @@ def _share_of_cores(slot: int, slots: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def _format_scores(study: Study, cell: Cell, results: Results) -> str:
-    result = results.read(cell)
-    scores = [(title, get_score(result, one), one.digits) for title, one in study.outline.evaluations.items()]
-    return ", ".join(f"{title} {score:.{digits}f}" for title, score, digits in scores if score is not None)
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line of a file that is not empty."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

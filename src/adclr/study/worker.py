@@ -18,16 +18,19 @@ from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.study import results
 from adclr.study.study_file import Evaluation
+from adclr.system import openmp
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
-from adclr.training import launch, loop
-from adclr.training.job import build
-from adclr.weights.backbone import save_backbone
 
 
 def run_job(job: dict[str, Any]) -> None:
     """Train and score what is missing, and write each result as soon as it is there."""
+    # they import torch, which then reads the environment that `main` has set
+    from adclr.training import launch, loop
+    from adclr.training.job import build
+    from adclr.weights.backbone import save_backbone
+
     run, result = Run(job["run"]), Path(job["result"])
     if not result.exists() or not (run.path / "backbone.safetensors").exists():
         if job["untrained"]:
@@ -54,6 +57,7 @@ def _stop_with_study(pipe: int) -> None:
 
 def main() -> None:
     """Run the job that the arguments name; a user's mistake exits with code 2."""
+    openmp.configure()
     if len(sys.argv) > 2:
         threading.Thread(target=_stop_with_study, args=(int(sys.argv[2]),), daemon=True).start()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from adclr.system.text import printable
@@ -41,3 +42,14 @@ def positive(text: str) -> float:
     if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
+
+
+def attach_value(option: str, arguments: Sequence[str]) -> list[str]:
+    """Join an option and its value by '=', so that argparse takes a value that begins with '-'."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == option:
+            joined[-1] = f"{option}={argument}"
+        else:
+            joined.append(argument)
+    return joined

@@ -1,0 +1,104 @@
+"""The runs of a study as jobs: what is missing of each, its description for a worker, and how far it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adclr.study.results import Results, get_score
+from adclr.study.study_file import Cell, Evaluation, Study, data_name, data_path
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Folders of runs and data, and the GPUs."""
+
+    out: Path  # a folder for each run, and jobs/ with the job and the log of each
+    folders: Mapping[str, Path]  # of data sets, by name
+    gpus: Sequence[str | None] = ()  # CUDA_VISIBLE_DEVICES of each run at once on this machine
+
+    def has_weights(self, cell: Cell, results: Results) -> bool:
+        """Return whether the weights of a run are here."""
+        return (self.out / results.run_name(cell) / "backbone.safetensors").exists()
+
+    def job_file(self, cell: Cell, results: Results) -> Path:
+        """Return the file of the job of a run."""
+        return self.out / "jobs" / f"{results.run_name(cell)}.json"
+
+    def log_file(self, cell: Cell, results: Results) -> Path:
+        """Return the file with the output of a run."""
+        return self.job_file(cell, results).with_suffix(".log")
+
+
+def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: Workspace) -> list[Evaluation] | None:
+    """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
+    result = results.read(cell)
+    has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
+    if not has_weights and data_name(study.outline.data) not in workspace.folders:
+        return None
+    pending = [
+        one
+        for one in results.missing_evaluations(cell, study.outline.evaluations)
+        if one.data is not None and data_name(one.data) in workspace.folders
+    ]
+    return pending if pending or (result is None and not cell.untrained) else None
+
+
+def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
+    """Return the job of a run, which `worker.run_job` does."""
+    data, folders = study.outline.data, workspace.folders
+    return {
+        "run": str((workspace.out / results.run_name(cell)).absolute()),
+        "result": str(results.file(cell).absolute()),
+        "data": data_path(data, folders) if data_name(data) in folders else None,
+        "fingerprint": None if cell.untrained else results.fingerprints.training,
+        "recipe": cell.recipe,
+        "overrides": dict(cell.overrides),
+        "identity": cell.identity,
+        "untrained": cell.untrained,
+        "evaluations": [
+            {
+                "evaluation": one.model_dump(mode="json"),
+                "data": data_path(one.data, folders),
+                "fingerprint": results.fingerprints.evaluations.get(one.data),
+            }
+            for one in pending_evaluations(study, cell, results, workspace) or ()
+            if one.data is not None
+        ],
+    }
+
+
+def run_title(cell: Cell) -> str:
+    """Return what a run is called in messages."""
+    return f"{cell.label}, seed {cell.seed}"
+
+
+def describe_progress(cell: Cell, results: Results, workspace: Workspace) -> str:
+    """Return how far a run is: the last epoch of its metrics, the last line of its log once there are weights."""
+    if cell.untrained or workspace.has_weights(cell, results):
+        return f"{run_title(cell)}: {last_line(workspace.log_file(cell, results))[:60]}"
+    last = re.search(r'"epoch": ([0-9.]+)', last_line(workspace.out / results.run_name(cell) / "metrics.jsonl"))
+    epoch = float(last[1]) if last else 0.0
+    return f"{run_title(cell)}: epoch {epoch:.0f} of {cell.settings.train.epochs}"
+
+
+def format_scores(study: Study, cell: Cell, results: Results) -> str:
+    """Return the scores of a run in one line."""
+    result = results.read(cell)
+    scores = [(title, get_score(result, one), one.digits) for title, one in study.outline.evaluations.items()]
+    return ", ".join(f"{title} {score:.{digits}f}" for title, score, digits in scores if score is not None)
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a file that is not empty."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
