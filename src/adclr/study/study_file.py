@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 from adclr import evals
 from adclr.config import parsing
-from adclr.config.parsing import Positive, Section, Several, UserError
+from adclr.config.parsing import Count, Positive, Section, Several, UserError
 from adclr.config.settings import Settings
 from adclr.training import launch
 
@@ -111,6 +111,7 @@ class Outline(Section):
     control: str | None = None
     seeds: Several[Seed] = (0,)
     minutes: Positive | None = Field(None, description="after which no run is begun that would end later")
+    images: dict[str, Count] = Field(default_factory=dict, description="training images of each data set, for the cost")
     evaluations: Annotated[dict[str, Evaluation], Field(min_length=1)]
 
 
