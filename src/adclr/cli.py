@@ -178,8 +178,7 @@ def _report(options: Namespace, _: dict[str, Any]) -> None:
 def _study(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import study
 
-    file, out, results = Path(options.file), Path(options.out), _path(options.results)
-    study.run_study(file, out, results, values, options.minutes, options.at_once, options.overwrite)
+    study.run_command(options, values)
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
@@ -298,7 +297,11 @@ def parser() -> Parser:
 
     names = "NAME=DIR says where a data set of the study lies; what needs one that is not named is left out"
     add = command("study", _study, "a grid of runs and their scores: what is missing is run", epilog=names)
-    add("file", metavar="FILE", help="a study, such as studies/main.yaml")
+    add("file", nargs="?", metavar="STUDY", help="a file, or the name of a study that is shipped, such as main")
+    add("--list", action="store_true", help="list the shipped studies with their cost and stop")
+    add("--dry-run", action="store_true", help="name the runs of the study and their cost and stop; needs no data")
+    add("--small", action="store_true", help="take the study's small variant, which asks the same of small data")
+    add("--gpu", metavar="NAME", help="of the cost (h200): rtx4090, a100-80gb, ...")
     add("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
     add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
     add("--minutes", type=positive, metavar="N", help="begin no run that would end later")

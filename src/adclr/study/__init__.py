@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
-from adclr.study import figure, table
+from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
@@ -18,8 +19,31 @@ from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, 
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.text import printable, printable_lines
+from adclr.training import plan_gpus
 
+DEFAULT_GPU = "h200"  # of estimates
 NUM_TRAIN_PIXELS, NUM_VAL_PIXELS = 200, 100  # scenes with labeled pixels
+
+
+def run_command(options: Namespace, data: Mapping[str, Any]) -> None:
+    """Run `adclr study`: list the shipped studies, say what one would run, or run it."""
+    gpu = plan_gpus.find_gpu(options.gpu or DEFAULT_GPU, None, None)
+    assert gpu is not None
+    results = Path(options.results) if options.results else None
+    if options.list:
+        print(overview.list_studies(gpu, results))
+        return
+    if not options.file:
+        options.parser.error("no study was named; adclr study --list shows those that are shipped")
+    file = shipped.find_study(options.file)
+    if options.small:
+        file = shipped.find_small(file)
+    if options.dry_run:
+        inspected = overview.inspect_study(file, gpu, results)
+        name = file.stem if options.small or file != Path(options.file) else options.file
+        print(overview.describe_study(inspected, gpu, overview.command_line(name, inspected.study)))
+        return
+    run_study(file, Path(options.out), results, data, options.minutes, options.at_once, options.overwrite)
 
 
 def run_study(

@@ -112,6 +112,7 @@ class Outline(Section):
     seeds: Several[Seed] = (0,)
     minutes: Positive | None = Field(None, description="after which no run is begun that would end later")
     images: dict[str, Count] = Field(default_factory=dict, description="training images of each data set, for the cost")
+    small: str | None = Field(None, description="the study beside this one that asks the same of small data")
     evaluations: Annotated[dict[str, Evaluation], Field(min_length=1)]
 
 
