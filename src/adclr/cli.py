@@ -43,8 +43,6 @@ def _path(name: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-# -- what each command runs --
-
 Run = Callable[[Namespace, dict[str, Any]], None]  # (options, values of key=value words)
 
 

@@ -14,7 +14,7 @@ from adclr.data.sets import scenes
 from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
+from adclr.study.runner import Workspace, list_gpus, pending_evaluations, pending_pictures, run_cells
 from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
@@ -71,6 +71,9 @@ def run_study(
     possible = [cell for cell in missing if pending_evaluations(study, cell, store, workspace) is not None]
     if missing:
         _report_missing_data(study, store, missing, possible, folders)
+    possible += [
+        cell for cell in study.cells if cell not in possible and pending_pictures(study, cell, store, workspace)
+    ]
     if possible:
         check_writable(out)
         if SCENES in study.data_names():

@@ -37,12 +37,7 @@ class CellCost:
     """Estimated hours of a run; None where they cannot be known."""
 
     training: float | None  # None: its data set has an unknown number of images, or it is trained on a CPU
-    evaluations: Mapping[str, float | None]  # by title
-
-    @property
-    def evaluation_hours(self) -> float:
-        """Return the hours of all evaluations of which they are known."""
-        return sum(hours for hours in self.evaluations.values() if hours is not None)
+    evaluations: Mapping[str, float | None]  # by title; 0 for a second score of the same evaluation
 
 
 def count_images(study: Study, data: str) -> int | None:
@@ -53,11 +48,14 @@ def count_images(study: Study, data: str) -> int | None:
 
 def estimate_cell(study: Study, cell: Cell, gpu: Gpu) -> CellCost:
     """Return the hours of a run and of all its evaluations."""
-    evaluations = {
-        title: _evaluation_hours(one, cell.settings, count_images(study, one.data), gpu)
-        for title, one in study.outline.evaluations.items()
-        if one.data is not None
-    }
+    evaluations: dict[str, float | None] = {}
+    keys: set[str] = set()
+    for title, one in study.outline.evaluations.items():
+        if one.data is not None:
+            again = one.key in keys  # another score of an evaluation above
+            hours = _evaluation_hours(one, cell.settings, count_images(study, one.data), gpu)
+            evaluations[title] = 0.0 if again else hours
+            keys.add(one.key)
     return CellCost(training_hours(study, cell, gpu), evaluations)
 
 
@@ -103,15 +101,14 @@ def _evaluation_seconds(evaluation: Evaluation, settings: Settings, count: int, 
     if evaluation.name == "matching":
         passes = MATCHING_VIEWS * min(count, chosen.max_images)
         return max(passes * KNN_SECONDS, seconds(passes, KNN_SECONDS, side, CLASSIFICATION_SIDE))
+    if chosen.minutes is not None:  # which small images use up, however fast the GPU is
+        return 60.0 * float(chosen.minutes)
     if evaluation.name == "segmentation":
         protocol = segmentation.protocol_of(chosen)
         passes = protocol.steps * protocol.batch_size
-        total = seconds(passes, SEGMENTATION_SECONDS[chosen.head], chosen.size, SEGMENTATION_SIDE)
-    else:
-        batch = chosen.batch_size or DETECTION_BATCH
-        passes = chosen.steps * batch if chosen.steps else chosen.epochs * count
-        total = seconds(passes, DETECTION_SECONDS, isqrt(chosen.sides[1] * _longer_side(chosen)), DETECTION_SIDE)
-    return total if chosen.minutes is None else min(total, 60 * chosen.minutes)
+        return seconds(passes, SEGMENTATION_SECONDS[chosen.head], chosen.size, SEGMENTATION_SIDE)
+    passes = chosen.steps * (chosen.batch_size or DETECTION_BATCH) if chosen.steps else chosen.epochs * count
+    return seconds(passes, DETECTION_SECONDS, isqrt(chosen.sides[1] * _longer_side(chosen)), DETECTION_SIDE)
 
 
 def _longer_side(settings: Any) -> int:

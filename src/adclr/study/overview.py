@@ -16,8 +16,9 @@ from adclr.training.plan_gpus import Gpu
 
 UNKNOWN = "?"
 BASIS = (
-    "ESTIMATED for one {name} of {gib:.0f} GiB: training by the step that `adclr plan --gpu` estimates, evaluations in proportion to\n"
-    "what was measured on one H200; without start-up, and as if images were never waited for. `?`: not estimated."
+    "ESTIMATED for one {name} of {gib:.0f} GiB: training by the step that `adclr plan --gpu` estimates, evaluations\n"
+    "in proportion to what was measured on one H200; without start-up, and as if images were never waited for.\n"
+    "`?`: not estimated, since its recipe is for a CPU, or the study does not name the number of images."
 )
 
 
@@ -122,7 +123,7 @@ def describe_study(overview: Overview, gpu: Gpu, command: str) -> str:
     trained = [run for run in overview.runs if run.state == "trained, not scored"]
     if trained:
         lines.append(
-            f"{len(trained)} runs are trained: where their weights are not at hand they are trained again, "
+            f"trained, not scored: {len(trained)}; without their weights in --out they are trained again, "
             f"{_format_hours(_sum(run.cost.training for run in trained))} more"
         )
     if outline.small:
@@ -141,7 +142,8 @@ def _evaluation_rows(overview: Overview) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("evaluation", "by", "score", "data", "a run")]
     for title, one in overview.study.outline.evaluations.items():
         by = one.recipe or one.name
-        hours = "–" if one.data is None else _format_hours(overview.runs[0].cost.evaluations[title])
+        estimate = None if one.data is None else overview.runs[0].cost.evaluations[title]
+        hours = "with the above" if estimate == 0 else "–" if one.data is None else _format_hours(estimate)
         rows.append((printable(title), by, one.score, one.data or "–", hours))
     return rows
 
