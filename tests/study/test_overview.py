@@ -130,6 +130,10 @@ def test_all_shipped_studies_are_listed_with_their_cost(capsys: pytest.CaptureFi
     assert all(re.fullmatch(r"\d+ h", costs[path.stem]) for path in PAPER)
     unknown = {name for name, hours in costs.items() if hours == "?"}
     assert unknown == {name for name in costs if "scenes" in name or name == "selfpatch_photos"}  # made on a CPU
+    page = (STUDIES.parent / "docs/paper.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(paper_\w+)` \| [^|]* \| (\d+) \| ([^|]*) \| `(\w+)` \|$", page, re.MULTILINE)
+    listed = [(row[0], row[1], row[3], row[5]) for row in rows if row[0].startswith("paper_")]
+    assert sorted(told) == sorted(listed)
     assert all(row[-1] == read_study(STUDIES / f"{row[0]}.yaml").outline.title for row in rows[1:])
 
 
