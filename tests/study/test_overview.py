@@ -10,7 +10,7 @@ import pytest
 
 from adclr import cli
 from adclr.config.parsing import UserError
-from adclr.study import cost, overview, shipped
+from adclr.study import cost, overview
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, pending_pictures
 from adclr.study.study_file import read_study
@@ -117,7 +117,7 @@ def test_what_cannot_be_estimated_is_a_question_mark(tmp_path: Path) -> None:
     for changes in ({"recipe": "dino_vits16"}, {"images": {"photos": 9}}):  # how many images; how fast a CPU is
         inspected = overview.inspect_study(study(tmp_path, **changes), H200)
         assert inspected.hours is None
-        text = overview.describe_study(inspected, H200, "adclr study one.yaml")
+        text = overview.describe_study(inspected, H200, Path("one.yaml"))
         assert "all of it: ?; what is missing: ?" in text
 
 
@@ -147,7 +147,7 @@ def test_a_table_of_the_paper_has_its_full_settings_and_a_small_variant(file: Pa
         assert settings.train.epochs in (100, 200, 300, 400, 800)
         assert settings.method.query_weight == 0.5 or "query_weight" in cell.point
         assert settings.views.num_local in ((8,) if "SelfPatch" in cell.label else (0, 2, 6, 10))
-    small = read_study(shipped.find_small(file))
+    small = read_study(overview.find_small(file))
     assert all(data in small.outline.images for data in small.data_names())
     assert all(data in parsed.outline.images for data in parsed.data_names() - {"imagenet_pairs"})
 
@@ -170,18 +170,16 @@ def test_runs_that_several_tables_share_are_trained_once() -> None:
     assert set.intersection(*shared, keys("local_views"))
 
 
-def test_a_study_is_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert shipped.find_study("main") == shipped.shipped_studies()["main"]
-    file = study(tmp_path, small="one")
-    assert shipped.find_study("one.yaml") == Path("one.yaml")
-    assert shipped.find_small(file) == file
-    with pytest.raises(UserError, match="there is no study 'mian'; did you mean 'main'"):
-        shipped.find_study("mian")
-    with pytest.raises(UserError, match="--list shows those that are shipped"):
-        shipped.find_study("xyzzy")
+def test_small_variants_are_found_beside_a_file_or_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = study(tmp_path, "other.yaml", title="The other study")
+    assert overview.find_small(study(tmp_path, small="other")) == other
     with pytest.raises(UserError, match="names no small variant; leave out --small"):
-        shipped.find_small(study(tmp_path))
+        overview.find_small(other)
+    assert overview.find_small(Path("paper_coco")) == Path("detection")
+    cli.main(["study", "paper_query_scale", "--small", "--dry-run"])
+    text = capsys.readouterr().out
+    assert text.startswith("Size of the query crops: 6 runs")
+    assert text.endswith("run it: adclr study query_scale camvid=DIR imagenette=DIR\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["main", "--dry-run", "--gpu", "h2000"], ["nothing", "--dry-run"]])

@@ -35,13 +35,11 @@ def run_command(options: Namespace, data: Mapping[str, Any]) -> None:
         return
     if not options.file:
         options.parser.error("no study was named; adclr study --list shows those that are shipped")
-    file = shipped.find_study(options.file)
+    file = Path(options.file)
     if options.small:
-        file = shipped.find_small(file)
+        file = overview.find_small(file)
     if options.dry_run:
-        inspected = overview.inspect_study(file, gpu, results)
-        name = file.stem if options.small or file != Path(options.file) else options.file
-        print(overview.describe_study(inspected, gpu, overview.command_line(name, inspected.study)))
+        print(overview.describe_study(overview.inspect_study(file, gpu, results), gpu, file))
         return
     run_study(file, Path(options.out), results, data, options.minutes, options.at_once, options.overwrite)
 
@@ -56,10 +54,15 @@ def run_study(
     overwrite: bool = False,  # pages of the same name that no study wrote
 ) -> Path:
     """Run what is missing and has its data here, write the page on all results, and return its path."""
+    file, is_shipped = shipped.find_study(file)
     study = read_study(file)
     folders = _check_folders(study, data)
-    store = Results(results if results is not None else file.parent / "results", compute_fingerprints(study, folders))
+    if results is None:
+        results = shipped.WORKING_RESULTS if is_shipped else file.parent / "results"
+    store = Results(results, compute_fingerprints(study, folders))
     check_writable(store.folder)
+    if is_shipped:
+        shipped.copy_results(study, store)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or say --overwrite to replace it"
     outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adclr.study import cost
+from adclr.config.parsing import UserError
+from adclr.study import cost, shipped
 from adclr.study.results import Results
-from adclr.study.shipped import shipped_studies
 from adclr.study.study_file import SCENES, Cell, Study, read_study
 from adclr.system.text import printable
 from adclr.training.plan_gpus import Gpu
@@ -78,10 +79,23 @@ def _sum(hours: Any) -> float | None:
     return None if any(value is None for value in values) else float(sum(values))
 
 
+def find_small(file: Path) -> Path:
+    """Return the small variant of a study, a file beside it: a name again if it is a shipped one."""
+    path, is_shipped = shipped.find_study(file)
+    small = read_study(path).outline.small
+    if small is None:
+        raise UserError(f"study {file} names no small variant; leave out --small")
+    return Path(small) if is_shipped else path.with_name(f"{small}.yaml")
+
+
 def inspect_study(file: Path, gpu: Gpu, results: Path | None = None) -> Overview:
     """Return the runs of a study with their state and cost; its data is not read."""
-    study = read_study(file)
-    store = Results(results if results is not None else file.parent / "results")
+    path, is_shipped = shipped.find_study(file)
+    study = read_study(path)
+    if results is None:  # shipped studies that were run here have their results here, beside the shipped ones
+        is_here = is_shipped and (shipped.WORKING_RESULTS / f"{path.stem}.md").exists()
+        results = shipped.WORKING_RESULTS if is_here else path.parent / "results"
+    store = Results(results)
     runs = []
     for cell in study.cells:
         keys = {one.key for one in store.missing_evaluations(cell, study.outline.evaluations)}
@@ -93,8 +107,8 @@ def inspect_study(file: Path, gpu: Gpu, results: Path | None = None) -> Overview
 def list_studies(gpu: Gpu, results: Path | None = None) -> str:
     """Return a table of all shipped studies: runs, those that are done, hours, the small study of each, title."""
     rows = [("study", "runs", "done", "hours", "left", "small variant", "title")]
-    for name, file in shipped_studies().items():
-        overview = inspect_study(file, gpu, results)
+    for name in shipped.shipped_names():
+        overview = inspect_study(Path(name), gpu, results)
         outline = overview.study.outline
         hours = _format_hours(overview.hours), _format_hours(overview.left)
         counts = str(len(overview.runs)), str(overview.done)
@@ -106,8 +120,8 @@ def list_studies(gpu: Gpu, results: Path | None = None) -> str:
     return "\n".join([*_align(rows, right=range(1, 5)), "", *notes])
 
 
-def describe_study(overview: Overview, gpu: Gpu, command: str) -> str:
-    """Return the runs of a study, its evaluations, and what both would cost."""
+def describe_study(overview: Overview, gpu: Gpu, file: Path) -> str:
+    """Return the runs of a study, its evaluations, what both would cost, and the command with the file as named."""
     study, outline = overview.study, overview.study.outline
     rows = [("run", "state", "training", "evaluations")]
     for run in overview.runs:
@@ -128,13 +142,12 @@ def describe_study(overview: Overview, gpu: Gpu, command: str) -> str:
         )
     if outline.small:
         lines.append(f"small variant: {outline.small}, with the same question for small data; --small takes it")
-    return "\n".join([*lines, BASIS.format(name=gpu.name, gib=gpu.gib), f"run it: {command}"])
+    return "\n".join([*lines, BASIS.format(name=gpu.name, gib=gpu.gib), f"run it: {_command(file, study)}"])
 
 
-def command_line(file: str, study: Study) -> str:
-    """Return the command that runs a study."""
+def _command(file: Path, study: Study) -> str:
     folders = "".join(f" {name}=DIR" for name in sorted(study.data_names() - {SCENES}))
-    return printable(f"adclr study {file}{folders}")
+    return printable(f"adclr study {shlex.quote(str(file))}{folders}")
 
 
 def _evaluation_rows(overview: Overview) -> list[tuple[str, ...]]:

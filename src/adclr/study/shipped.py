@@ -1,40 +1,52 @@
-"""The studies that come with the program, and how a name or path becomes a file. Imports no torch."""
+"""The studies that come with the program, found by name where there is no checkout."""
 
 from __future__ import annotations
 
-import difflib
-import os
+import shutil
 from pathlib import Path
 
-import adclr
 from adclr.config.parsing import UserError
-from adclr.study.study_file import read_study
+from adclr.study.results import Results
+from adclr.study.study_file import Study
 
-PACKAGE = Path(adclr.__file__).parent
-FOLDERS = (PACKAGE / "studies", PACKAGE.parents[1] / "studies")  # of an installed package, of a copy of the repository
-
-
-def shipped_studies() -> dict[str, Path]:
-    """Return the files of all shipped studies by name, sorted."""
-    folder = next((folder for folder in FOLDERS if any(folder.glob("*.yaml"))), None)
-    return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+# beside this module in a wheel; at the root of the repository in a checkout
+FOLDERS = (Path(__file__).parent / "studies", Path(__file__).parents[3] / "studies")
+WORKING_RESULTS = Path("studies/results")  # of a shipped study, below the working directory
 
 
-def find_study(name: str) -> Path:
-    """Return the file of a study: a path, or the name of one that is shipped."""
-    path, studies = Path(name), shipped_studies()
-    if path.exists() or os.sep in name or path.suffix:
-        return path
-    if name not in studies:
-        near = difflib.get_close_matches(name, studies, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else "adclr study --list shows those that are shipped"
-        raise UserError(f"there is no study '{name}'; {hint}")
-    return studies[name]
+def shipped_folder() -> Path:
+    """Return the folder of the shipped studies."""
+    for folder in FOLDERS:
+        if (folder / "scenes.yaml").is_file():
+            return folder
+    raise UserError("this installation has no studies; name a study file by its path")
 
 
-def find_small(file: Path) -> Path:
-    """Return the file of the small variant of a study, which lies beside it."""
-    small = read_study(file).outline.small
-    if small is None:
-        raise UserError(f"study {file} names no small variant; leave out --small")
-    return file.with_name(f"{small}.yaml")
+def shipped_names() -> list[str]:
+    """Return the names of the shipped studies, sorted."""
+    return sorted(path.stem for path in shipped_folder().glob("*.yaml"))
+
+
+def find_study(file: Path) -> tuple[Path, bool]:
+    """Return the path of a study and whether it is a shipped one: `main` or `studies/main.yaml` where no such file is.
+
+    A file that exists is always taken as it is, so a copy that was edited is used instead of the shipped study.
+    """
+    if file.exists():
+        return file, False
+    named = file.parent in (Path(), Path("studies")) and file.suffix in ("", ".yaml")
+    if named and file.stem in shipped_names():
+        return shipped_folder() / f"{file.stem}.yaml", True
+    known = f"; studies that come with the program: {', '.join(shipped_names())}" if named else ""
+    raise UserError(f"study {file} does not exist; check the path{known}")
+
+
+def copy_results(study: Study, results: Results) -> None:
+    """Copy the shipped results of a study into the folder of results, unless they are there."""
+    source, target = shipped_folder() / "results/runs", results.folder / "runs"
+    missing = [
+        path for cell in study.cells for path in source.glob(f"{cell.key}*.json") if not (target / path.name).exists()
+    ]
+    for path in missing:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / path.name)
