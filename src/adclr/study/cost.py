@@ -83,10 +83,10 @@ def _evaluation_seconds(evaluation: Evaluation, settings: Settings, count: int, 
     chosen: Any = evaluation.build("W", "D")
     side = settings.views.global_size
 
-    def seconds(passes: float, each: float, size: int, measured_size: int) -> float:
+    def seconds(passes: int, each: float, size: int, measured_size: int) -> float:
         measured = plan_cost.image_flops(Settings(), measured_size)
         factor = plan_cost.image_flops(settings, size) / measured * MEASURED_GPU.tflops / gpu.tflops
-        return passes * each * factor
+        return float(passes) * each * factor
 
     if evaluation.name == "knn":
         return max(count * KNN_SECONDS, seconds(count, KNN_SECONDS, side, CLASSIFICATION_SIDE))
@@ -99,7 +99,7 @@ def _evaluation_seconds(evaluation: Evaluation, settings: Settings, count: int, 
         passes = count * max(1, chosen.augment_epochs)
         return seconds(passes, INCONTEXT_SECONDS, chosen.size, INCONTEXT_SIDE)
     if evaluation.name == "matching":
-        passes = MATCHING_VIEWS * min(count, chosen.max_images)
+        passes = MATCHING_VIEWS * min(count, int(chosen.max_images))
         return max(passes * KNN_SECONDS, seconds(passes, KNN_SECONDS, side, CLASSIFICATION_SIDE))
     if chosen.minutes is not None:  # which small images use up, however fast the GPU is
         return 60.0 * float(chosen.minutes)
@@ -107,10 +107,12 @@ def _evaluation_seconds(evaluation: Evaluation, settings: Settings, count: int, 
         protocol = segmentation.protocol_of(chosen)
         passes = protocol.steps * protocol.batch_size
         return seconds(passes, SEGMENTATION_SECONDS[chosen.head], chosen.size, SEGMENTATION_SIDE)
-    passes = chosen.steps * (chosen.batch_size or DETECTION_BATCH) if chosen.steps else chosen.epochs * count
+    passes = chosen.epochs * count
+    if chosen.steps:
+        passes = chosen.steps * (chosen.batch_size or DETECTION_BATCH)
     return seconds(passes, DETECTION_SECONDS, isqrt(chosen.sides[1] * _longer_side(chosen)), DETECTION_SIDE)
 
 
 def _longer_side(settings: Any) -> int:
     """Return the longer side of the images that were measured, 800 x 1333, at another shorter side."""
-    return min(int(settings.longest), settings.sides[1] * 5 // 3)
+    return min(int(settings.longest), int(settings.sides[1]) * 5 // 3)

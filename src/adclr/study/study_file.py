@@ -199,8 +199,9 @@ class Study:
 
     def data_names(self) -> set[str]:
         """Return the names of all data sets it uses."""
-        parts = (*self.outline.evaluations.values(), *self.outline.pictures.values())
-        return {data_name(data) for data in (self.outline.data, *(one.data for one in parts)) if data is not None}
+        data = [self.outline.data, *(figure.data for figure in self.outline.pictures.values())]
+        data += [one.data for one in self.outline.evaluations.values() if one.data is not None]
+        return {data_name(one) for one in data}
 
 
 def _digest(value: Any) -> str:
