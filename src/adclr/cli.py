@@ -43,8 +43,6 @@ def _path(name: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-# -- what each command runs --
-
 Run = Callable[[Namespace, dict[str, Any]], None]  # (options, values of key=value words)
 
 
@@ -178,9 +176,7 @@ def _report(options: Namespace, _: dict[str, Any]) -> None:
 def _study(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import study
 
-    file, out, results = Path(options.file), Path(options.out), _path(options.results)
-    limits = options.minutes, options.at_once
-    study.run_study(file, out, results, values, *limits, options.overwrite, options.launcher, options.slurm)
+    study.run_command(options, values)
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
@@ -299,7 +295,11 @@ def parser() -> Parser:
 
     names = "NAME=DIR says where a data set of the study lies; what needs one that is not named is left out"
     add = command("study", _study, "a grid of runs and their scores: what is missing is run", epilog=names)
-    add("file", metavar="FILE", help="a study, such as studies/main.yaml")
+    add("file", nargs="?", metavar="STUDY", help="a file, or the name of a study that is shipped, such as main")
+    add("--list", action="store_true", help="list the shipped studies with their cost and exit")
+    add("--dry-run", action="store_true", help="list runs, evaluations and cost of the study and exit; needs no data")
+    add("--small", action="store_true", help="take the small variant of the study, for small data")
+    add("--gpu", metavar="NAME", help="GPU of the cost: rtx4090, a100-80gb, ... (default: h200)")
     add("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
     add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
     add("--minutes", type=positive, metavar="N", help="begin no run that would end later")

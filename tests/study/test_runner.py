@@ -56,12 +56,16 @@ def test_what_is_missing_is_run_and_nothing_twice(tmp_path: Path, photos: Path, 
     written = {run: run.stat().st_mtime_ns for run in (tmp_path / "runs").rglob("*.safetensors")}
     # one more column: only it is scored
     other = KNN | {"settings": {"k": [3], "device": "cpu", "features": "both"}}
-    more = study(tmp_path / "studies", **REAL | {"evaluations": {"kNN": KNN, "mean patch": other}})
+    pictures = {"maps": {"name": "attention", "data": "photos/val", "settings": {"num_images": 2}}}
+    changes = {"evaluations": {"kNN": KNN, "mean patch": other}, "pictures": pictures}
+    more = study(tmp_path / "studies", **REAL | changes)
     again = adclr("study", more, *options, f"photos={photos}")
     assert again.returncode == 0, again.stderr
     assert {run: run.stat().st_mtime_ns for run in (tmp_path / "runs").rglob("*.safetensors")} == written
     scored = json.loads(runs[0].read_text())["evaluations"]
     assert len(scored) == 2
+    assert len(list((tmp_path / "runs").glob("*/pictures/maps/attention.png"))) == 2
+    assert "Pictures: `adclr visualize attention` of photos/val, in pictures/maps of each run" in again.stdout
     # elsewhere, without data and without runs, from what is committed
     remade = adclr("study", file, "--out", tmp_path / "nowhere")
     assert remade.returncode == 0, remade.stderr

@@ -176,9 +176,10 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
     assert parsed.cells
     assert len({cell.key for cell in parsed.cells}) == len(parsed.cells)
     scores = {"knn": {"knn_top1_k20"}, "linear": {"linear_top1"}, "finetune": {"finetune_top1"}}
-    scores |= {"incontext": {"incontext_miou"}, "segmentation": {"segmentation_miou"}}
+    scores |= {"incontext": {"incontext_miou"}, "segmentation": {f"segmentation_{s}" for s in ("miou", "aacc", "macc")}}
     scores |= {
-        "detection": {"box_ap", "box_ap50", "mask_ap"},
+        "detection": {f"{kind}_{score}" for kind in ("box", "mask") for score in ("ap", "ap50", "ap75")},
+        "matching": {"patch_matching"},
         "training": {"rank_cls", "rank_patches", "queries_in_cls", "query_image_gap"},
     }
     for evaluation in parsed.outline.evaluations.values():  # names that the tests of these evaluations have seen

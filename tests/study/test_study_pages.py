@@ -200,3 +200,16 @@ def test_results_that_are_told_are_those_of_the_studies() -> None:
     assert [row for row in rows if row not in written] == []
     for link in re.findall(r"\]\(([\w./]+)\)", text):
         assert (root / "docs" / link).exists(), link
+
+
+def test_our_numbers_beside_the_papers_are_those_of_the_page_that_is_linked() -> None:
+    """Of every row of docs/paper.md that begins with a link to a page."""
+    docs = Path(__file__).parents[2] / "docs"
+    rows = re.findall(
+        r"^\| ours, \[[^]]*\]\(([\w./]+)\)[^|]*\|(.*)\|$", (docs / "paper.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 20
+    for page, cells in rows:
+        numbers = set(re.findall(r"(?<=\| )\d+\.\d+", (docs / page).read_text(encoding="utf-8")))
+        ours = {cell.strip() for cell in cells.split("|")} - {"", "–"}
+        assert ours <= numbers, (page, ours - numbers)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
-from adclr.study import figure, table
+from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
-from adclr.study.jobs import Workspace, pending_evaluations
+from adclr.study.jobs import Workspace, pending_evaluations, pending_pictures
 from adclr.study.results import Results
 from adclr.study.runner import list_gpus, run_cells
 from adclr.study.slurm import run_cells_in_slurm
@@ -21,8 +22,30 @@ from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, 
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.text import printable, printable_lines
+from adclr.training import plan_gpus
 
+DEFAULT_GPU = "h200"  # of estimates
 NUM_TRAIN_PIXELS, NUM_VAL_PIXELS = 200, 100  # scenes with labeled pixels
+
+
+def run_command(options: Namespace, data: Mapping[str, Any]) -> None:
+    """Run `adclr study`: list the shipped studies, say what one would run, or run it."""
+    gpu = plan_gpus.find_gpu(options.gpu or DEFAULT_GPU, None, None)
+    assert gpu is not None
+    results = Path(options.results) if options.results else None
+    if options.list:
+        print(overview.list_studies(gpu, results))
+        return
+    if not options.file:
+        options.parser.error("no study was named; adclr study --list shows those that are shipped")
+    file = Path(options.file)
+    if options.small:
+        file = overview.find_small(file)
+    if options.dry_run:
+        print(overview.describe_study(overview.inspect_study(file, gpu, results), gpu, file))
+        return
+    limits = options.minutes, options.at_once
+    run_study(file, Path(options.out), results, data, *limits, options.overwrite, options.launcher, options.slurm)
 
 
 def run_study(
@@ -38,10 +61,15 @@ def run_study(
 ) -> Path:
     """Run what is missing and has its data here, write the page on all results, and return its path."""
     _check_launcher(launcher, slurm, minutes)
+    file, is_shipped = shipped.find_study(file)
     study = read_study(file)
     folders = _check_folders(study, data)
-    store = Results(results if results is not None else file.parent / "results", compute_fingerprints(study, folders))
+    if results is None:
+        results = shipped.WORKING_RESULTS if is_shipped else file.parent / "results"
+    store = Results(results, compute_fingerprints(study, folders))
     check_writable(store.folder)
+    if is_shipped:
+        shipped.copy_results(study, store)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or say --overwrite to replace it"
     outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)
@@ -53,6 +81,9 @@ def run_study(
     possible = [cell for cell in missing if pending_evaluations(study, cell, store, workspace) is not None]
     if missing:
         _report_missing_data(study, store, missing, possible, folders)
+    possible += [
+        cell for cell in study.cells if cell not in possible and pending_pictures(study, cell, store, workspace)
+    ]
     if possible:
         check_writable(out)
         if SCENES in study.data_names():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr.study.results import Results, get_score
-from adclr.study.study_file import Cell, Evaluation, Study, data_name, data_path
+from adclr.study.study_file import Cell, Evaluation, Figure, Study, data_name, data_path
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Workspace:
     def has_weights(self, cell: Cell, results: Results) -> bool:
         """Return whether the weights of a run are here."""
         return (self.out / results.run_name(cell) / "backbone.safetensors").exists()
+
+    def pictures(self, cell: Cell, results: Results) -> Path:
+        """Return the folder of the pictures of a run."""
+        return self.out / results.run_name(cell) / "pictures"
 
     def job_file(self, cell: Cell, results: Results) -> Path:
         """Return the file of the job of a run."""
@@ -48,9 +52,22 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
     return pending if pending or (result is None and not cell.untrained) else None
 
 
+def pending_pictures(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Figure]:
+    """Return the pictures that are not drawn yet, by name, whose images are here; without weights here, none."""
+    if not (cell.untrained or workspace.has_weights(cell, results)):
+        return {}
+    folder = workspace.pictures(cell, results)
+    return {
+        name: figure
+        for name, figure in study.outline.pictures.items()
+        if data_name(figure.data) in workspace.folders and not (folder / name / f"{figure.name}.json").exists()
+    }
+
+
 def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
     """Return the job of a run, which `worker.run_job` does."""
     data, folders = study.outline.data, workspace.folders
+    pictures = workspace.pictures(cell, results).absolute()
     return {
         "run": str((workspace.out / results.run_name(cell)).absolute()),
         "result": str(results.file(cell).absolute()),
@@ -68,6 +85,11 @@ def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) 
             }
             for one in pending_evaluations(study, cell, results, workspace) or ()
             if one.data is not None
+        ],
+        "pictures": [
+            {"figure": one.model_dump(mode="json"), "data": data_path(one.data, folders), "out": str(pictures / name)}
+            for name, one in study.outline.pictures.items()
+            if data_name(one.data) in folders and not (pictures / name / f"{one.name}.json").exists()
         ],
     }
 

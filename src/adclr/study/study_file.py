@@ -13,6 +13,8 @@
     evaluations:                      # columns of the table, by title
       kNN: {name: knn, data: imagenette, score: knn_top1_k20}
       rank: {name: training, score: rank_cls}   # the last one in the run's own metrics.jsonl
+    pictures:                         # by name of a folder; drawn of every run, kept beside its weights
+      queries: {name: queries, data: imagenette/val, settings: {num_images: 20}}
 
 The settings of a run identify it, so that studies share their runs: a control is trained once for all of them.
 """
@@ -26,13 +28,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from adclr import evals
 from adclr.config import parsing
-from adclr.config.parsing import Positive, Section, Several, UserError
+from adclr.config.parsing import Count, Positive, Section, Several, UserError
 from adclr.config.settings import Settings
 from adclr.training import launch
 
@@ -90,6 +92,20 @@ class Evaluation(Section):
         return {path: value for path, value in flat.items() if path not in free}
 
 
+class Figure(Section):
+    """Pictures of every run: what `adclr visualize NAME` draws of some images."""
+
+    name: Literal["attention", "queries", "pca", "match"]
+    data: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    def build(self) -> Any:
+        """Return its settings."""
+        from adclr.features import visualize
+
+        return parsing.build(visualize.FIGURES[self.name][0], self.settings)
+
+
 class Arm(Section):
     """A kind of run."""
 
@@ -111,7 +127,10 @@ class Outline(Section):
     control: str | None = None
     seeds: Several[Seed] = (0,)
     minutes: Positive | None = Field(None, description="after which no run is begun that would end later")
+    images: dict[str, Count] = Field(default_factory=dict, description="training images of each data set, for the cost")
+    small: str | None = Field(None, description="the study beside this one that asks the same of small data")
     evaluations: Annotated[dict[str, Evaluation], Field(min_length=1)]
+    pictures: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Figure] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -180,8 +199,9 @@ class Study:
 
     def data_names(self) -> set[str]:
         """Return the names of all data sets it uses."""
-        evaluations = self.outline.evaluations.values()
-        return {data_name(data) for data in (self.outline.data, *(one.data for one in evaluations)) if data is not None}
+        data = [self.outline.data, *(figure.data for figure in self.outline.pictures.values())]
+        data += [one.data for one in self.outline.evaluations.values() if one.data is not None]
+        return {data_name(one) for one in data}
 
 
 def _digest(value: Any) -> str:
@@ -229,6 +249,8 @@ def read_study(file: Path) -> Study:
         study.data_names()  # raises for one that is not a name
         for title, evaluation in outline.evaluations.items():
             _check_evaluation(title, evaluation)
+        for figure in outline.pictures.values():
+            figure.build()
     except UserError as error:
         raise UserError(f"study {file}: {error}") from None
     if outline.control is not None and outline.control not in study.labels:

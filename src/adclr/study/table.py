@@ -198,6 +198,9 @@ def _describe_protocol(study: Study, results: Results, evaluations: Mapping[str,
             lines.append(f"{title}: `{one.score}` of `adclr evaluate {one.name}` on {one.data}{changed}.")
         else:
             lines.append(f"{title}: the last `{one.score}` of the run's own metrics.")
+    for name, figure in outline.pictures.items():
+        folder = f"pictures/{name} of each run's folder in --out"
+        lines.append(f"Pictures: `adclr visualize {figure.name}` of {figure.data}, in {folder}.")
     starts = [start for cell in study.cells for start in (results.read(cell) or {}).get("provenance", [])]
     devices = sorted({str(start.get("device")) for start in starts})
     known = {str(commit) for start in starts if (commit := start.get("commit"))}  # none where there was no git

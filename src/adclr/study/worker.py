@@ -16,8 +16,9 @@ from typing import Any
 from adclr import evals
 from adclr.config import parsing
 from adclr.config.parsing import UserError
+from adclr.features import visualize
 from adclr.study import results
-from adclr.study.study_file import Evaluation
+from adclr.study.study_file import Evaluation, Figure
 from adclr.system import openmp
 from adclr.system.files import read_json
 from adclr.system.runs import Run
@@ -47,6 +48,10 @@ def run_job(job: dict[str, Any]) -> None:
         started = time.monotonic()
         scores = evals.run_evaluation(evaluation.name, settings, evals.result_path(evaluation.name, settings))
         results.add_scores(result, evaluation, scores, time.monotonic() - started, task["fingerprint"])
+    for task in job["pictures"]:
+        figure = parsing.validate_settings(Figure, task["figure"])
+        print(f"draw {figure.name} of {task['data']}", flush=True)
+        visualize.write_figures(figure.name, str(run.path), [task["data"]], Path(task["out"]), figure.build())
 
 
 def _stop_with_study(pipe: int) -> None:

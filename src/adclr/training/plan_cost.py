@@ -133,6 +133,12 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     return Flops(teacher, student, blocks if settings.train.checkpoint_activations else 0.0)
 
 
+def image_flops(settings: Settings, side: int) -> float:
+    """Return the operations of a forward pass of one square image, as evaluations take it."""
+    embed, body = _view(settings, side, 0, True)
+    return embed + body + _class_attention(settings, side)
+
+
 def num_patches(settings: Settings) -> int:
     """Return the number of patches of all views of an image."""
     views = settings.views

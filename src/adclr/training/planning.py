@@ -94,7 +94,7 @@ def plan_run(
     sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
     cached = sample.bytes if sample and sample.cache == "gpu" else 0.0
     if gpu:
-        device = _estimate_device(settings, local, num_gpus, gpu, cached, steps)
+        device = estimate_device(settings, local, num_gpus, gpu, cached, steps)
     else:
         device = _measure_device(settings, local, num_gpus, cached, steps)
     views = None if device.on_gpu else plan_trial.time_views(settings, sample)
@@ -161,7 +161,7 @@ def estimate_step_seconds(
     return max(seconds, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
 
 
-def _estimate_device(
+def estimate_device(
     settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, cached: float, total_steps: int
 ) -> Device:
     """Return the estimate for a GPU that is not present, of which images take `cached` bytes."""
