@@ -10,7 +10,7 @@ from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
-from adclr.study import figure, table
+from adclr.study import figure, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
@@ -32,10 +32,15 @@ def run_study(
     overwrite: bool = False,  # pages of the same name that no study wrote
 ) -> Path:
     """Run what is missing and has its data here, write the page on all results, and return its path."""
+    file, is_shipped = shipped.find_study(file)
     study = read_study(file)
     folders = _check_folders(study, data)
-    store = Results(results if results is not None else file.parent / "results", compute_fingerprints(study, folders))
+    if results is None:
+        results = shipped.WORKING_RESULTS if is_shipped else file.parent / "results"
+    store = Results(results, compute_fingerprints(study, folders))
     check_writable(store.folder)
+    if is_shipped:
+        shipped.copy_results(study, store)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or say --overwrite to replace it"
     outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)
