@@ -52,9 +52,9 @@ DEEP_COLORS = ";16"  # behind a mode of Pillow, which is the same for colors of 
 class DoctorSettings(Section):
     """The settings of `adclr doctor`."""
 
-    max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
+    max_pixels: Count = Field(Data().max_pixels, description="images with more pixels are rejected before decoding")
     num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
-    num_workers: Count | None = Field(None, description="threads; null: one for each CPU core")
+    num_workers: Count | None = Field(None, description="threads; null: one per CPU core")
 
 
 @dataclass(frozen=True)

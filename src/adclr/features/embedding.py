@@ -63,36 +63,37 @@ class EmbeddingSettings(Section):
     """Settings of `adclr embed`."""
 
     vector: Literal["cls", "mean_patch", "both"] = Field(
-        "cls", description="[CLS], the mean of the patches, or one behind the other"
+        "cls", description="[CLS], the mean of the patches, or both concatenated"
     )
-    normalize: bool = setting(False, "to length 1: the vector, or that of each patch", old_name="normalise")
+    normalize: bool = setting(False, "L2-normalize each vector", old_name="normalise")
     size: Literal["input"] | Side | None = Field(
-        "input", description="pixels; input: what the weights were trained at; null: the images' own"
+        "input", description="image size, pixels; input: the size of training; null: the images' own sizes"
     )
     framing: Literal["auto", "crop", "whole"] = Field(
         "auto",
-        description="crop: size x size from the middle of the image at 256/224 of that; whole: all of it, the shorter "
-        "side of that size, rounded to patches; auto: whole for patch maps and with size=null",
+        description="crop: resize to 256/224 of size, center crop; whole: the shorter side is size, rounded to patches; "
+        "auto: whole for patch maps and size=null, else crop",
     )
-    max_side: Side = Field(2048, description="of a whole image, the longer side at most, pixels")
+    max_side: Side = Field(2048, description="limit of the longer side of whole images, pixels")
     dtype: Literal["float32", "float16"] | None = Field(
-        None, description="of what is written; null: float32 for vectors, float16 for patch maps"
+        None, description="data type of the output; null: float32 for vectors, float16 for patch maps"
     )
-    format: Literal["safetensors", "npy"] = Field("safetensors", description="of patch maps")
-    part_size: Count | None = Field(None, description="images of a part; null: 8192, or patch maps of about 256 MiB")
+    format: Literal["safetensors", "npy"] = Field("safetensors", description="file format of patch maps")
+    part_size: Count | None = Field(
+        None, description="images per part file; null: 8192, or patch maps of about 256 MiB"
+    )
     shared: bool = Field(
-        False, description="other commands write parts to the same folder now; each part is made by one of them"
+        False, description="several commands write to the same folder; each part is written by one of them"
     )
-    batch_size: Count = Field(256, description="images at once")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
+    batch_size: Count = Field(256, description="images per batch")
+    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one per CPU core")
     gpu_decoding: bool = Field(
         True,
-        description="JPEGs by the decoder that some GPUs have; pixels differ by about 1 of 255 from the CPU's",
+        description="decode JPEGs on the GPU if it can; pixels differ by about 1 of 255 from the CPU's",
     )
     check: Check = Field(
         "time",
-        description="what tells that an image has changed since: its size and time of modification, or its content, "
-        "for which every image is read first",
+        description="detect replaced images by size and modification time, or by content, which reads all images first",
     )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(

@@ -70,7 +70,7 @@ def run_study(
         workspace = Workspace(out, folders, list_gpus() * at_once)
         left = run_cells(study, possible, store, workspace, minutes if minutes is not None else study.outline.minutes)
         if left:
-            print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
+            print(f"{len(left)} runs were not begun, since the time was up; the same command makes them")
     return _write_page(study, store)
 
 

@@ -107,7 +107,9 @@ def render_page(study: Study, results: Results, rows: Rows, figure: str | None) 
         body.append([f"{label} (control)" if label == outline.control else label, *means, str(seeds)])
     parts.append(_format_table(["", *evaluations, *costs, "seeds"], body))
     if outline.control is not None and len(rows) > 1:
-        parts.append(f"Difference to {outline.control}, seed by seed, with its 95 % interval where there are several seeds:")
+        parts.append(
+            f"Difference to {outline.control}, seed by seed, with its 95 % interval where there are several seeds:"
+        )
         control = rows[outline.control]
         body = [
             [label, *(_format_difference(row[title].minus(control[title]), one) for title, one in evaluations.items())]

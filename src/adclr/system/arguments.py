@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import NoReturn
 
 from adclr.system.text import printable
@@ -41,3 +44,16 @@ def positive(text: str) -> float:
     if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
+
+
+def format_rows(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return names, defaults and meanings in three columns; meanings are wrapped to the width of a terminal."""
+    width = max(len(name) for name, _, _ in rows)
+    columns = shutil.get_terminal_size((0, 0)).columns  # 0: the output is a file
+    room = columns - width - 27
+    lines = []
+    for name, default, meaning in rows:
+        start = f"  {name:<{width}}  {default:<22} "
+        parts = textwrap.wrap(meaning, room) if room >= 40 else [meaning]
+        lines += [start + parts[0], *(" " * len(start) + part for part in parts[1:])] if parts else [start.rstrip()]
+    return "\n".join(lines)
