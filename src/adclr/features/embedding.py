@@ -71,7 +71,7 @@ class EmbeddingSettings(Section):
     )
     framing: Literal["auto", "crop", "whole"] = Field(
         "auto",
-        description="crop: resize to 256/224 of size, center crop; whole: the shorter side is size, rounded to patches; "
+        description="crop: resize to 256/224 of size, center crop; whole: shorter side of size, rounded to patches; "
         "auto: whole for patch maps and size=null, else crop",
     )
     max_side: Side = Field(2048, description="limit of the longer side of whole images, pixels")
@@ -128,7 +128,7 @@ def embed_collection(
     """Write the features of images, or the parts of them that are missing; return what the JSON file says of them."""
     if machine.num_processes() > 1:
         raise UserError(
-            "torchrun is of no use here; for several workers run the command several times, with shared=true"
+            "adclr embed does not use torchrun; for several workers, run the command several times with shared=true"
         )
     weights, images, url = conceal(weights), conceal(images), conceal(os.fspath(out))
     if is_remote(url):
@@ -168,7 +168,7 @@ def embed_collection(
         return about
     if parts.renewed:
         changed = f"{len(parts.renewed)} of {len(part_stamps.newest)} parts of {out}"
-        print(f"images of {changed} have changed; these are made again")
+        print(f"images of {changed} have changed; these parts are written again")
     with parts.open():
         reader = ImageReader(
             source,
@@ -189,7 +189,7 @@ def embed_collection(
     if about["unreadable"]:
         left_out = f"{about['unreadable']} images could not be read and were left out"
         print(printable(f"{left_out}: {parts.unreadable} lists them"))
-    print(printable(f"{about['rows']} images, {rate:.0f} a second: {out}"))
+    print(printable(f"{about['rows']} images, {rate:.0f} images/s, written to {out}"))
     return about
 
 
@@ -233,7 +233,7 @@ class Network:
         if framing == "whole":
             return whole_image(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
         if size is None:
-            raise UserError("framing=crop cuts out a size, and size=null is none; set one of them otherwise")
+            raise UserError("framing=crop needs a size, and size=null gives none; change one of them")
         sides = size if isinstance(size, tuple) else (size, size)
         if any(side % patch for side in sides):
             nearest = max(patch, round(sides[0] / patch) * patch)
