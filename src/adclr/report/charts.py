@@ -70,7 +70,7 @@ class Band:
     high: float  # infinite where more is never bad
 
     def __str__(self) -> str:
-        low, high = format_number(self.low), format_number(self.high)
+        low, high = (format_number(float(f"{value:.2g}")) for value in (self.low, self.high))
         return f"above {low}" if math.isinf(self.high) else f"{low} to {high}"
 
 
