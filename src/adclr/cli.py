@@ -1,7 +1,7 @@
 """The command line. torch is imported only when a command runs, so that --help is instant.
 
 Exit codes: 0 success; 2 a mistake of the user, explained in one sentence; 75 training was stopped by SIGTERM, SIGINT
-(Ctrl-C) or SIGUSR1 and has saved, so that the same command goes on; 128 + the number of a signal, stopped without
+(Ctrl-C) or SIGUSR1 and has saved, so that the same command resumes; 128 + the number of a signal, stopped without
 saving, as by a second one; 1 anything else, with its traceback.
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 
 from adclr import __version__
 from adclr.system import locks, openmp
-from adclr.system.arguments import Parser, attach_value, count, positive, seed
+from adclr.system.arguments import Parser, attach_value, count, format_rows, positive, seed
 from adclr.system.stores.urls import conceal
 from adclr.system.text import printable
 
 W = (
-    "a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm, Hugging Face; "
+    "weights: a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm or Hugging Face; "
     "a URL of one; or timm:NAME"
 )
-PARTIAL = "take weights that do not cover the whole backbone; what is missing is drawn anew"
-CHECK = "how a replaced image is noticed: by size and time of modification (default), or content; see check below"
-OVERWRITE = "replace files that this command did not write; without it they are refused"
+PARTIAL = "accept weights that lack parts of the backbone; the missing parts are initialized at random"
+CHECK = "detect replaced images by size and modification time (time, the default) or by content"
+OVERWRITE = "replace files that this command did not write; without it, such files are an error"
 WORD = re.compile(r"[A-Za-z_][\w.]*=")  # key=value; a path with '=' in it can be written ./path
 
 
@@ -197,133 +197,134 @@ def parser() -> Parser:
     """Return the parser of all commands."""
     main = Parser(
         prog="adclr",
-        description="Pretrain a Vision Transformer on images without labels, and find out how good it is.",
+        description="Pretrain a Vision Transformer on images without labels, and evaluate its features.",
         epilog="adclr COMMAND --help lists the settings of a command with their defaults.",
     )
     main.add_argument("--version", action="version", version=f"adclr {__version__}")
     main.set_defaults(help=False, help_all=False)
     commands = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    collection = "folder, .txt list, .tar shards, Parquet, hf:NAME, or their URL (s3:// gs:// az:// https:// hf://)"
-    recipe = "a recipe or a .yaml file; by default chosen from the images"
+    collection = "folder, .txt list, .tar shards, Parquet, hf:NAME, or a URL of one (s3:// gs:// az:// https:// hf://)"
+    recipe = "a recipe or a .yaml file; by default chosen by the number of images"
 
     def command(
         name: str, run: Run, summary: str, settings: str | None = None, epilog: str | None = None
     ) -> Callable[..., argparse.Action]:
         """Add a command whose --help lists `settings`, MODULE:CLASS or MODULE; return what adds its arguments."""
-        subparser = commands.add_parser(name, help=summary, epilog=epilog, add_help=settings is None)
+        about = f"{summary[0].upper()}{summary[1:]}."
+        subparser = commands.add_parser(name, help=summary, description=about, epilog=epilog, add_help=settings is None)
         subparser.set_defaults(parser=subparser, run=run, settings=settings)
         return subparser.add_argument
 
-    add = command("demo", _demo, "the whole story on built-in images, on a CPU, in a few minutes")
-    add("--out", default="runs/demo", metavar="DIR", help="where everything is written (%(default)s)")
-    add("--seed", type=seed, default=0, help="of images and training (%(default)s)")
+    add = command("demo", _demo, "train and score on built-in images, on a CPU, in a few minutes")
+    add("--out", default="runs/demo", metavar="DIR", help="output directory (default: %(default)s)")
+    add("--seed", type=seed, default=0, help="seed of images and training (default: %(default)s)")
 
     def training(add: Callable[..., argparse.Action], recipe: str) -> None:
         add("data", nargs="?", metavar="DATA", help=collection)
-        add("--out", metavar="RUN", help="directory of the run; an unfinished one there is resumed")
+        add("--out", metavar="RUN", help="directory of the run; an unfinished run in it is resumed")
         add("--recipe", metavar="NAME", help=recipe)
-        add("--resume", action="store_true", help="only go on with the run in --out, never start one")
-        step = "do a step of the run in --out again: what in it is not finite?"
+        add("--resume", action="store_true", help="resume the run in --out; never start a new one")
+        step = "repeat a step of the run in --out and name the first tensor that is not finite"
         add("--replay", type=count, metavar="STEP", help=step)
         add("--check", choices=("time", "content"), help=CHECK)
-        add("--list-recipes", action="store_true", help="list the recipes and stop")
+        add("--list-recipes", action="store_true", help="list the recipes and exit")
 
     add = command("pretrain", _pretrain, "train on a folder of images", "adclr.config.settings:Settings")
     training(add, recipe)
 
     settings = "adclr.config.distillation:DistillSettings"
-    add = command("distill", _distill, "train a smaller network to give the features of given weights", settings)
+    add = command("distill", _distill, "train a smaller network to reproduce the features of given weights", settings)
     add("teacher", nargs="?", metavar="TEACHER", help=W)
-    training(add, "distill_tiny, distill_small (the default) or a .yaml file")
+    training(add, "distill_tiny, distill_small or a .yaml file (default: distill_small)")
 
     add = command("evaluate", _evaluate, "score weights on labeled images", "adclr.evals")
-    add("name", nargs="?", metavar="NAME", help="knn, linear, finetune, incontext, ...: see below")
+    add("name", nargs="?", metavar="NAME", help="the evaluation: knn, linear, finetune, incontext, ...: see below")
     add("--weights", metavar="W", help=W)
     add("--partial", action="store_true", help=PARTIAL)
-    labeled = "labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR; for transfer several; "
-    add("--data", nargs="+", metavar="DIR", help=labeled + "for matching any images")
-    add("--recipe", metavar="NAME", help="settings of a kind: NAME_... of the evaluation, or a .yaml")
-    add("--from-scratch", action="store_true", help="the control: the same ViT, newly initialized")
-    add("--out", metavar="FILE", help="JSON of the scores (evals/NAME/ beside the weights)")
+    labeled = "labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR. transfer takes several; "
+    add("--data", nargs="+", metavar="DIR", help=labeled + "matching takes any images")
+    add("--recipe", metavar="NAME", help="a recipe of the evaluation, NAME_..., or a .yaml file")
+    add("--from-scratch", action="store_true", help="score the same ViT untrained, as a control")
+    add("--out", metavar="FILE", help="JSON file of the scores (default: in evals/NAME/ beside the weights)")
 
     add = command(
         "embed",
         _embed,
-        "features of images: a vector for each, or patch maps",
+        "write features of images: one vector per image, or patch maps",
         "adclr.features.embedding:EmbeddingSettings",
     )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="?", metavar="IMAGES", help=collection)
-    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files; also at s3://, gs:// or az://")
+    add("--out", metavar="PATH", help="a .parquet file, or a folder of part files; s3://, gs:// and az:// work too")
     add("--partial", action="store_true", help=PARTIAL)
     add("--check", choices=("time", "content"), help=CHECK)
-    add("--dense", action="store_true", help="patch maps, height x width x D, into the folder --out")
+    add("--dense", action="store_true", help="write patch maps, height x width x D, to the folder --out")
 
-    add = command("doctor", _doctor, "what is wrong with a collection of images", "adclr.data.doctor:DoctorSettings")
+    add = command("doctor", _doctor, "list broken, duplicate and tiny images", "adclr.data.doctor:DoctorSettings")
     add("data", nargs="?", metavar="DATA", help=collection)
-    add("--out", default="runs/doctor", metavar="DIR", help="where the report goes (%(default)s)")
+    add("--out", default="runs/doctor", metavar="DIR", help="directory of the report (default: %(default)s)")
 
-    add = command(
-        "plan", _plan, "memory, time and disk of a run that is not started yet", "adclr.config.settings:Settings"
-    )
+    add = command("plan", _plan, "estimate memory, time and disk space of a run", "adclr.config.settings:Settings")
     add("data", nargs="?", metavar="DATA", help=collection)
-    add("--images", type=count, metavar="N", help="their number, instead of DATA")
+    add("--images", type=count, metavar="N", help="number of images, instead of DATA")
     add("--recipe", metavar="NAME", help=recipe)
-    add("--gpu", metavar="NAME", help="estimate for a GPU that is not here: h200, rtx4090, ...")
-    add("--gpu-memory", type=positive, metavar="GiB", help="memory of another GPU")
-    add("--gpu-tflops", type=positive, metavar="X", help="its peak in dense bfloat16")
-    add("--gpus", type=count, default=1, metavar="N", help="how many there are (%(default)s)")
-    add("--out", metavar="RUN", help="where the run would go; is there room?")
-    add("--json", metavar="FILE", help="write the plan there too")
+    add("--gpu", metavar="NAME", help="estimate for a GPU that this machine lacks: h200, rtx4090, ...")
+    add("--gpu-memory", type=positive, metavar="GiB", help="memory of a GPU that --gpu does not know")
+    add("--gpu-tflops", type=positive, metavar="X", help="peak of that GPU in dense bfloat16")
+    add("--gpus", type=count, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
+    add("--out", metavar="RUN", help="directory of the run, to check its free disk space")
+    add("--json", metavar="FILE", help="also write the plan as JSON")
 
-    add = command("export", _export, "weights for timm, Hugging Face, ONNX, or as safetensors")
+    add = command("export", _export, "convert weights for timm, Hugging Face, ONNX, or to safetensors")
     add("weights", metavar="W", help=W)
     add("--to", required=True, metavar="FORMAT", help="timm, huggingface, onnx or safetensors")
-    add("--out", required=True, metavar="DIR", help="the folder that is made, with a model card; also at a URL")
-    add("--input-size", type=count, metavar="PIXELS", help="store positions for images of this side")
+    add("--out", required=True, metavar="DIR", help="output folder, with a model card; s3://, gs:// and az:// work too")
+    add("--input-size", type=count, metavar="PIXELS", help="resample position embeddings to images of this side")
     add("--partial", action="store_true", help=PARTIAL)
 
-    add = command("visualize", _visualize, "pictures of what weights look at", "adclr.features.visualize")
+    add = command("visualize", _visualize, "draw attention, queries, components or matches", "adclr.features.visualize")
     add("name", nargs="?", metavar="NAME", help="attention, queries, pca or match")
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
-    add("--out", default="runs/pictures", metavar="DIR", help="where pictures go (%(default)s)")
+    add("--out", default="runs/pictures", metavar="DIR", help="output directory (default: %(default)s)")
 
-    add = command("report", _report, "one HTML page about a run, or about several side by side")
+    add = command("report", _report, "write one HTML page about a run, or about several side by side")
     add("runs", nargs="+", metavar="RUN", help="the directory of a run, finished or not")
-    add("--out", metavar="FILE", help="where the page goes (report.html in the run)")
+    add("--out", metavar="FILE", help="the page (default: report.html in the run)")
 
-    names = "NAME=DIR says where a data set of the study lies; what needs one that is not named is left out"
-    add = command("study", _study, "a grid of runs and their scores: what is missing is run", epilog=names)
-    add("file", nargs="?", metavar="STUDY", help="a file, or the name of a study that is shipped, such as main")
+    names = "NAME=DIR gives the folder of a data set of the study. Columns without their data are left out."
+    add = command("study", _study, "make the missing runs of a study, and write its table and figure", epilog=names)
+    add("file", nargs="?", metavar="FILE", help="a .yaml file, or the name of a shipped study, such as main")
     add("--list", action="store_true", help="list the shipped studies with their cost and exit")
     add("--dry-run", action="store_true", help="list runs, evaluations and cost of the study and exit; needs no data")
     add("--small", action="store_true", help="take the small variant of the study, for small data")
     add("--gpu", metavar="NAME", help="GPU of the cost: rtx4090, a100-80gb, ... (default: h200)")
-    add("--out", default="runs/studies", metavar="DIR", help="where the runs go (%(default)s)")
-    add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
-    add("--minutes", type=positive, metavar="N", help="begin no run that would end later")
-    add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (1); with slurm in all (no limit)")
-    launchers = "where runs are made: on this machine, or as an array of SLURM jobs (%(default)s)"
+    add("--out", default="runs/studies", metavar="DIR", help="directory of the runs (default: %(default)s)")
+    results = "directory of table and figure (default: results/ beside FILE; shipped studies: studies/results/)"
+    add("--results", metavar="DIR", help=results)
+    add("--minutes", type=positive, metavar="N", help="start no run that would end after N minutes")
+    at_once = "runs on each GPU at a time (default: 1); with --launcher slurm runs in all (default: no limit)"
+    add("--at-once", type=count, metavar="N", help=at_once)
+    launchers = "make runs on this machine, or as an array of SLURM jobs (default: %(default)s)"
     add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
     add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
 
     add = command(
-        "explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer:ExplorerSettings"
+        "explore", _explore, "explore attention and similarity in a browser", "adclr.features.explorer:ExplorerSettings"
     )
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="*", metavar="IMAGES", help="a folder, or image files")
-    add("--against", metavar="W", help="other weights, shown beside the first on the same query")
-    add("--host", default="127.0.0.1", help="(%(default)s); another one needs the token that is printed")
-    add("--port", type=int, default=8765, help="(%(default)s); 0: any that is free")
+    add("--against", metavar="W", help="second weights, to compare side by side")
+    add("--host", default="127.0.0.1", help="address (default: %(default)s); others need the printed token")
+    add("--port", type=int, default=8765, help="port (default: %(default)s); 0: any free port")
 
     for name, subparser in commands.choices.items():
         short = name in ("pretrain", "distill", "plan")  # which have many settings
-        listed = "the settings that are changed most often" if short else "every setting with its default"
+        listed = "the most common settings" if short else "every setting with its default"
         if not subparser.add_help:
-            subparser.add_argument("-h", "--help", action="store_true", help=f"this, and {listed}")
+            subparser.add_argument("-h", "--help", action="store_true", help=f"show this help and {listed}")
         if short:
-            subparser.add_argument("--help-all", action="store_true", help="this, and every setting with its default")
+            subparser.add_argument("--help-all", action="store_true", help="show this help and every setting")
         if name not in ("pretrain", "distill", "explore"):
             subparser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     return main
@@ -351,10 +352,7 @@ def _print_help(options: Namespace) -> None:
     options.parser.print_help()
     for title, settings in _settings_to_list(options):
         rows = describe(settings, advanced=options.help_all)
-        width = max(len(path) for path, _, _ in rows)
-        print(f"\n{title}")
-        for path, default, meaning in rows:
-            print(f"  {path:<{width}}  {default:<22} {meaning}")
+        print(f"\n{title}\n{format_rows(rows)}")
         hidden = len(describe(settings)) - len(rows)
         if hidden:
             print(f"\n{options.parser.prog} --help-all lists {hidden} more settings")
@@ -403,17 +401,17 @@ def _main(arguments: list[str]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder that went away: the system's sentence says it
-        then = "the same command goes on from the last checkpoint, which is whole" if _saved(options) else "try again"
+        then = "the same command resumes from the last checkpoint, which is intact" if _saved(options) else "try again"
         name = printable(str(error.filename or "a file"))
-        print(f"adclr: {name}: {error.strerror or error}; see to it and {then}", file=sys.stderr)
+        print(f"adclr: {name}: {error.strerror or error}; fix this and {then}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if options.command in ("embed", "study"):
-            print("adclr: stopped; the same command goes on with what is missing", file=sys.stderr)
+            print("adclr: stopped; the same command makes what is missing", file=sys.stderr)
             raise SystemExit(130) from None
         if not _saved(options):
             raise
-        print("adclr: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("adclr: stopped; the same command resumes from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -151,8 +151,8 @@ def test_mean_and_deviation_of_channels_are_those_of_the_pixels(tmp_path: Path) 
     assert report["std"] == pytest.approx(both.std(axis=(0, 1)).tolist(), abs=6e-4)
     mean, std = (" ".join(f"{x:.3f}" for x in report[name]) for name in ("mean", "std"))
     assert f"mean {mean}, deviation {std}" in (tmp_path / "report" / "doctor.txt").read_text()
-    (line,) = (line for line in report["advice"] if "unlike those that recipes start from" in line)
-    settings = build(Settings, parse_words(as_a_shell_splits(line.split("; ")[1].removesuffix(" uses their own"))))
+    (line,) = (line for line in report["advice"] if "differ from the defaults of the recipes" in line)
+    settings = build(Settings, parse_words(as_a_shell_splits(line.split("; set ")[1])))
     assert (list(settings.data.mean), list(settings.data.std)) == (report["mean"], report["std"])
 
 

@@ -139,7 +139,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_last_checkpoint(images: Pa
     assert "Traceback" not in errors
     last = errors.strip().splitlines()[-1]
     assert last.startswith("adclr: the checkpoint of step 10 cannot be written")
-    assert last.endswith("make room there, and the same command goes on from step 4, the last that was saved")
+    assert last.endswith("make room there, and the same command resumes from step 4, the last that was saved")
     assert lives.newest(out) == 4
     (small / "filler").unlink()
     package.pretrain(images / "train", out=out, **(TINY | CHANGES))
@@ -164,11 +164,11 @@ t.{function} = filled
 @pytest.mark.parametrize(
     ("function", "last"),
     [
-        ("record_start", "settings.yaml: No space left on device; see to it and try again"),
+        ("record_start", "settings.yaml: No space left on device; fix this and try again"),
         (
             "_finish",
             "backbone.json: No space left on device; "
-            "see to it and the same command goes on from the last checkpoint, which is whole",
+            "fix this and the same command resumes from the last checkpoint, which is intact",
         ),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_sentence(
     package.pretrain(images / "train", out=run.path, **changes)
     said = capsys.readouterr().err
     assert (
-        "step_8 is damaged at teacher.safetensors and is now called step_8.damaged; training goes on from step 3"
+        "step_8 is damaged at teacher.safetensors and is now called step_8.damaged; training resumes from step 3"
         in said
     )
     assert "step_6 is damaged at optimizer.safetensors" in said

@@ -71,7 +71,7 @@ def test_the_step_is_finished_saved_and_gone_on_from(images: Path, tmp_path: Pat
     code, _, errors = lives.finish(lives.start(images / "train", out, before=AT_STEP_3.format(name=name)))
     assert code == SAVED == 75, errors
     assert "Traceback" not in errors
-    assert f"{name}: ended after step 3, which is saved; the same command goes on from it" in errors
+    assert f"{name}: ended after step 3, which is saved; the same command resumes from it" in errors
     assert lives.newest(out) == 3
     assert steps(out) == [1, 2, 3]
     package.pretrain(images / "train", out=out, **TINY)
@@ -152,7 +152,7 @@ def test_two_processes_stop_after_the_same_step(images: Path, tmp_path: Path, to
     code, _, errors = lives.finish(process)
     assert time.monotonic() - started < 20
     assert code != 0  # torchrun's own
-    assert errors.count("which is saved; the same command goes on from it") == 1, errors
+    assert errors.count("which is saved; the same command resumes from it") == 1, errors
     assert "Traceback" not in errors.split("which is saved")[0]
     assert lives.newest(out) == steps(out)[-1]
 

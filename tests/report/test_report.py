@@ -211,7 +211,7 @@ def test_healthy_ranges_are_shaded(run: Path) -> None:
         assert float(height) > 10, title  # pixels
     for title in ("Global loss", "Query loss"):
         assert 'class="level"' in figures[title]
-        assert "ln 32: knowing nothing" in figures[title]
+        assert "ln 32: uniform outputs" in figures[title]
     for title in ("Prototypes in use", "Entropy of targets"):  # no range is known
         assert 'class="band"' not in figures[title]
 

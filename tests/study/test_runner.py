@@ -153,7 +153,7 @@ def test_a_study_that_is_stopped_goes_on(tmp_path: Path, photos: Path, adclr: Ad
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert b"the same command goes on with what is missing" in said
+    assert b"the same command makes what is missing" in said
     assert b"Traceback" not in said
     log = (tmp_path / "runs/jobs" / f"{cell.key}.log").read_text()
     assert "saved" in log  # the run was let save

@@ -72,7 +72,7 @@ def test_the_page_says_where_and_with_what_it_was_trained(tmp_path: Path) -> Non
     assert "Trained on NVIDIA H200; 2026-11-16; commit 0123456+, 89abcde. " in page("0123456789+", "89abcdef01")
     assert "2026-11-16; commit 89abcde. " in page(None, "89abcdef01")  # one of them where there was no git
     assert "2026-11-16; commit not recorded. " in page(None, None)
-    assert "Minutes and images/s are of each run as it was made" in page(None, None)  # others may have shared its GPU
+    assert "Minutes and images/s are those of each run" in page(None, None)  # others may have shared its GPU
 
 
 def test_a_column_without_scores_is_named_and_left_out(tmp_path: Path) -> None:

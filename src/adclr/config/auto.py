@@ -42,7 +42,7 @@ def choose(num_images: int, side: int, memory: int | None) -> Choice:
         if side > 128:
             settings |= {"model.patch_size": 16, "views.global_size": 224, "views.local_size": 96}
             settings |= {"views.blur_sigma": [0.1, 2.0]}
-            reasons.append(f"views of 224 and 96 pixels, patches of 16: images of about {side} pixels have them")
+            reasons.append(f"views of 224 and 96 pixels, patches of 16: the images are about {side} pixels")
         elif side < 64:
             size = max(16, side // 4 * 4)
             local = max(8, size // 2 // 4 * 4)

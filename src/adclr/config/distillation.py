@@ -28,7 +28,7 @@ def fixed(value: Any) -> Any:
 class DistillViews(Views):
     """Crops of an image: student and teacher see the same ones, and there are no queries."""
 
-    num_local: Crops = setting(4, "local crops of each image")
+    num_local: Crops = setting(4, "local crops per image")
     num_queries: Crops = fixed(0)
     query_scale: tuple[float, float] = fixed((0.05, 0.15))
     query_photometric: Literal["none", "local"] = fixed("none")
@@ -39,7 +39,7 @@ class DistillModel(Model):
     """The student, where it is a ViT of this program."""
 
     init: str | None = fixed(None)
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(0.0, "drop path of the last block, linear in depth")
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(0.0, "drop path rate of the last block, linear in depth")
 
 
 class DistillOptim(Optim):
@@ -58,20 +58,20 @@ class DistillTrain(Train):
 class Distill(Section):
     """Teacher, student and loss of a distillation."""
 
-    teacher: str = setting(
-        "", "weights that the student learns from (the TEACHER of the command line)", free=["resume"]
+    teacher: str = setting("", "weights of the teacher (TEACHER of the command line)", free=["resume"])
+    teacher_fingerprint: str = advanced(
+        "", "hash of the teacher's weights, set by the program; a resumed run must have the same"
     )
-    teacher_fingerprint: str = advanced("", "hash of the teacher's weights, filled in: a resume takes no other ones")
     student: str = setting(
         VIT,
-        "vit: the ViT of model.*; timm:NAME: a network of timm, new; MODULE:FUNCTION: the network that your function "
-        "returns. Of the last two model.* has no meaning",
+        "vit: the ViT of model.*; timm:NAME: an untrained network of timm; MODULE:FUNCTION: the network that your "
+        "function returns. model.* applies to vit only",
     )
     cls_weight: NonNegative = setting(1.0, "weight of the loss of the class token")
     patch_weight: NonNegative = setting(1.0, "weight of the loss of the patches; 0: only the class token")
     smooth_l1_weight: NonNegative = advanced(0.5, "weight of the smooth L1 loss beside the cosine loss")
     grid: Literal["student", "teacher"] = advanced(
-        "student", "whose grid of patches the loss is computed on; the other's features are resampled to it"
+        "student", "patch grid of the loss; features of the other network are resampled to it"
     )
     projector_hidden_dim: Width | None = advanced(
         None, "width of the projector's hidden layer; null: the projector is one linear layer"

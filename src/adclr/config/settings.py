@@ -42,40 +42,40 @@ class Data(Section):
         free=["resume"],
     )
     labels: bool = setting(
-        False, "the first level of sub-folders names classes; only the probe uses them", free=["resume"]
+        False, "names of first-level folders are class labels; only the probe uses them", free=["resume"]
     )
     num_workers: int | None = runtime(
-        None, "decoding threads; 0: one, and nothing ahead; null: the CPU cores, divided by the processes here", ge=0
+        None, "decoding threads; 0: one thread without prefetching; null: CPU cores per process", ge=0
     )
-    max_pixels: Count = advanced(100_000_000, "a picture of more pixels is refused before it is decoded")
+    max_pixels: Count = advanced(100_000_000, "images with more pixels are rejected before decoding")
     max_value: Positive | None = advanced(
-        None, "white in images of more than 8 bits; null: the least of 8, 10, 12, 14, 16 bits that holds each"
+        None,
+        "white in images of more than 8 bits; null: the smallest of 8, 10, 12, 14 or 16 bits that holds the image",
     )
     shrink_above: Side | None = advanced(
-        1024, "a JPEG is decoded at 1/2, 1/4 or 1/8 while its shorter side stays this long; null: never"
+        1024, "decode JPEGs at 1/2, 1/4 or 1/8 while the shorter side has at least this many pixels; null: never"
     )
-    max_side: Side | None = advanced(None, "longer side to which larger images are resized; null: none")
+    max_side: Side | None = advanced(None, "resize larger images to this longer side, pixels; null: off")
     cache: Literal["auto", "off", "ram", "gpu"] = runtime(
-        "auto", "where images are kept once decoded; auto: on the GPU or in memory if they fit"
+        "auto", "where decoded images are cached; auto: on the GPU or in memory if they fit"
     )
     local_cache: str | None = runtime(
         None,
-        "folder on this machine that keeps what was read from a store; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr",
+        "folder that caches data read from object stores; null: $ADCLR_LOCAL_CACHE, or ~/.cache/adclr",
     )
     local_cache_gib: NonNegative | None = runtime(
-        None, "its largest size; 0: nothing is kept; null: $ADCLR_LOCAL_CACHE_GIB, or 20"
+        None, "size limit of that cache, GiB; 0: no cache; null: $ADCLR_LOCAL_CACHE_GIB, or 20"
     )
     max_unreadable: Ratio = runtime(0.1, "share of unreadable images above which the run stops")
-    mean: tuple[Ratio, ...] = setting((0.485, 0.456, 0.406), "mean of each channel, of 1")
-    std: tuple[Deviation, ...] = setting((0.229, 0.224, 0.225), "deviation of each channel, of 1")
-    allow_changed: bool = runtime(False, "resume although the collection is not what it was")
+    mean: tuple[Ratio, ...] = setting((0.485, 0.456, 0.406), "mean of each channel, 0 to 1")
+    std: tuple[Deviation, ...] = setting((0.229, 0.224, 0.225), "standard deviation of each channel, 0 to 1")
+    allow_changed: bool = runtime(False, "resume although images of the collection have changed")
     allow_damaged_shards: bool = runtime(
-        False, "train on what can be read of .tar shards that are cut off; otherwise they are refused"
+        False, "train on the readable part of truncated .tar shards; otherwise they are an error"
     )
     check: Literal["time", "content"] = runtime(
         "time",
-        "what tells on resuming that an image was replaced: its size and time of modification, or its "
-        "content, for which every image is read at each start",
+        "detect replaced images on resume by size and modification time, or by content, which reads every image",
     )
 
 
@@ -84,33 +84,32 @@ class Views(Section):
 
     global_size: Side = setting(224, "side of the 2 global crops, pixels")
     local_size: Side = setting(96, "side of a local crop, pixels")
-    num_local: Crops = setting(10, "local crops of each image")
-    num_queries: Crops = setting(10, "Q, query crops of each image, each one patch large; 0 is DINO")
-    global_scale: tuple[Share, Share] = advanced((0.4, 1.0), "area of a global crop, of the image's")
-    local_scale: tuple[Share, Share] = advanced((0.05, 0.4), "area of a local crop")
-    query_scale: tuple[Share, Share] = advanced((0.05, 0.15), "area of a query crop")
+    num_local: Crops = setting(10, "local crops per image")
+    num_queries: Crops = setting(10, "Q, query crops per image, each resized to one patch; 0 is DINO")
+    global_scale: tuple[Share, Share] = advanced((0.4, 1.0), "area of a global crop, as a share of the image")
+    local_scale: tuple[Share, Share] = advanced((0.05, 0.4), "area of a local crop, as a share of the image")
+    query_scale: tuple[Share, Share] = advanced((0.05, 0.15), "area of a query crop, as a share of the image")
     # width over height of crops, log-uniform; torchvision's default, as in DINO and iBOT
     aspect_ratio: ClassVar[tuple[float, float]] = (3 / 4, 4 / 3)
     flip: Ratio = setting(0.5, "probability of a horizontal flip")
     jitter: Ratio = setting(0.8, "probability of color jitter")
-    brightness: Ratio = advanced(0.4, "jitter: factor in 1 +- this")
-    contrast: Ratio = advanced(0.4, "jitter: factor in 1 +- this")
-    saturation: Ratio = advanced(0.2, "jitter: factor in 1 +- this")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = advanced(0.1, "jitter: shift, of the color circle")
-    gray: Ratio = advanced(0.2, "probability of a gray crop", old_name="grey")
-    global_blur: tuple[Ratio, Ratio] = advanced((1.0, 0.1), "probability of blur, each global crop's")
-    local_blur: Ratio = advanced(0.5, "probability of blur of a local crop")
-    blur_sigma: tuple[Deviation, Deviation] = advanced((0.1, 2.0), "deviation of the blur, pixels of the crop")
+    brightness: Ratio = advanced(0.4, "color jitter: factor from 1 - x to 1 + x")
+    contrast: Ratio = advanced(0.4, "color jitter: factor from 1 - x to 1 + x")
+    saturation: Ratio = advanced(0.2, "color jitter: factor from 1 - x to 1 + x")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = advanced(0.1, "color jitter: shift of the hue")
+    gray: Ratio = advanced(0.2, "probability of grayscale", old_name="grey")
+    global_blur: tuple[Ratio, Ratio] = advanced((1.0, 0.1), "blur probability of the two global crops")
+    local_blur: Ratio = advanced(0.5, "probability of blur for a local crop")
+    blur_sigma: tuple[Deviation, Deviation] = advanced((0.1, 2.0), "standard deviation of the blur, pixels of the crop")
     solarize: tuple[Ratio, Ratio] = advanced(
-        (0.0, 0.2), "probability of solarizing, each global crop's", old_name="solarise"
+        (0.0, 0.2), "solarization probability of the two global crops", old_name="solarise"
     )
     query_photometric: Literal["none", "local"] = advanced(
-        "none", "none: queries are only flipped; local: altered as local crops are"
+        "none", "photometric changes of queries; none: only a flip; local: those of local crops"
     )
     query_source: Literal["random", "local"] = advanced(
         "random",
-        "local: query i is the box of local crop i, whose [CLS] must match the query's target too; "
-        "queries beyond views.num_local are drawn at random",
+        "random: random boxes; local: query i is the box of local crop i, whose [CLS] must match its target too",
     )
     # share of global crops that are masked (with method.masked_weight > 0), and of their patches; iBOT's
     mask_probability: ClassVar[float] = 0.5
@@ -128,42 +127,39 @@ class Views(Section):
 class Model(Section):
     """The Vision Transformer."""
 
-    init: str | None = setting(
-        None, "weights that student and teacher start from; the model is then theirs; null: random numbers"
-    )
+    init: str | None = setting(None, "weights to start from, which also set the architecture; null: random weights")
     size: Literal["tiny", "small", "base", "large"] = setting("small", "width, depth and heads of the ViT")
     patch_size: Literal[4, 8, 14, 16] = setting(16, "side of a patch, pixels")
     num_channels: Annotated[int, Field(ge=1, le=256)] = setting(
-        3, "3: RGB; 1: gray; others: TIFF files of so many bands. Colors are changed in RGB only"
+        3, "image channels: 3 is RGB, 1 gray, other numbers are bands of TIFF files. Only RGB images get color changes"
     )
-    dim: Width | None = advanced(None, "width instead of the size's")
-    depth: Annotated[int, Field(ge=1, le=1000)] | None = advanced(None, "number of blocks instead of the size's")
-    num_heads: Width | None = advanced(None, "heads instead of the size's")
-    num_registers: int = advanced(0, "register tokens", ge=0, le=1024)
-    layer_scale: Positive | None = advanced(None, "initial LayerScale; null: none")
+    dim: Width | None = advanced(None, "width, instead of the size's")
+    depth: Annotated[int, Field(ge=1, le=1000)] | None = advanced(None, "number of blocks, instead of the size's")
+    num_heads: Width | None = advanced(None, "number of heads, instead of the size's")
+    num_registers: int = advanced(0, "number of register tokens", ge=0, le=1024)
+    layer_scale: Positive | None = advanced(None, "initial value of LayerScale; null: no LayerScale")
     class_attention: Annotated[int, Field(ge=0, le=100)] = advanced(
         0,
-        "blocks after the others that alone have [CLS], which reads the patches there, as in SelfPatch, with 2; "
-        "0: [CLS] is in all blocks. Not with queries or registers, which stand beside [CLS] in the other blocks",
+        "class-attention blocks at the end (SelfPatch: 2), which alone have [CLS]; 0: all have it. Not with queries",
     )
     drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(
-        0.1, "drop path of the last block, linear in depth; student only"
+        0.1, "drop path rate of the last block, linear in depth; student only"
     )
     query_keys: Literal["image", "patches", "image_and_self", "all"] = advanced(
-        "image", "what a query attends to; 'all' is the bidirectional ablation"
+        "image", "keys of a query; all: the image attends to queries too, an ablation that collapses"
     )
     query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = advanced(
-        0, "last blocks in which a query holds only what it has read there, and none of its own pixels"
+        0, "last blocks in which a query holds only what it reads from the image, not its own pixels"
     )
     position_resampling: Literal["antialias", "plain", "offset"] = advanced(
-        "antialias", "how positions are resampled when the grid differs; offset: as DINO's own code does"
+        "antialias", "resampling of position embeddings to another grid; offset: as in DINO's code"
     )
-    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = advanced(1e-6, "epsilon of the norms")
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = advanced(1e-6, "epsilon of the layer norms")
     position_embedding: Literal["learned", "rotary"] = advanced(
-        "learned", "learned: added to patches; rotary: DINOv3's, turns attention queries and keys of patches by angles"
+        "learned", "learned: added to the patches; rotary: rotary position embedding, as in DINOv3"
     )
     mlp: Literal["plain", "gated"] = advanced(
-        "plain", "plain: two layers with GELU; gated: SwiGLU, three layers, as in DINOv3's ViT-S+"
+        "plain", "plain: two layers with GELU; gated: SwiGLU with three layers, as in DINOv3's ViT-S+"
     )
 
     @property
@@ -208,59 +204,57 @@ class Method(Section):
     masked_weight: NonNegative = setting(0.0, "mu, weight of the masked-patch loss; 0: nothing is masked")
     neighbor_weight: NonNegative = setting(
         0.0,
-        "weight of SelfPatch's patch loss (0.1 there): a patch must predict the patches around it; "
-        "needs model.class_attention; 0: none",
+        "weight of SelfPatch's patch loss (0.1 in SelfPatch); needs model.class_attention; 0: off",
     )
     num_neighbors: Annotated[int, Field(ge=1, le=8)] = advanced(
-        4, "of the eight patches around a patch, those most similar to it that its target is made of"
+        4, "SelfPatch: number of most similar patches, of the eight around a patch, that form its target"
     )
     neighbor_prototypes: Annotated[int, Field(ge=2, le=2**24)] = advanced(
-        4096, "K of the second head, which the patch loss has for itself"
+        4096, "SelfPatch: prototypes of the head of the patch loss"
     )
-    queries_in_local_views: bool = advanced(False, "the student's local crops carry the queries too")
+    queries_in_local_views: bool = advanced(False, "add queries to the student's local crops too")
     center: Literal["separate", "shared"] = advanced(
-        "separate", "one running center for each kind of token, or one for all: beside queries [CLS] collapses"
+        "separate",
+        "one running center for each kind of token, or one shared by all; with queries, shared collapses [CLS]",
     )
     center_momentum: Ratio = advanced(0.9, "momentum of the centers")
-    target: Literal["center", "sinkhorn"] = advanced("center", "how the teacher's output becomes a target")
+    target: Literal["center", "sinkhorn"] = advanced("center", "normalization of the teacher's output")
     # tau_s; the same in DINO, iBOT and DINOv2: how sharp targets are against it is set by the teacher's temperature
     student_temperature: ClassVar[float] = 0.1
-    teacher_temperature: Temperature = setting(0.07, "tau_t after its warm-up")
-    teacher_temperature_start: Temperature = advanced(0.04, "tau_t at the start")
-    teacher_temperature_warmup_epochs: NonNegative = advanced(30, "epochs over which tau_t rises, linearly")
+    teacher_temperature: Temperature = setting(0.07, "temperature of the teacher, tau_t, after its warm-up")
+    teacher_temperature_start: Temperature = advanced(0.04, "temperature of the teacher at the start")
+    teacher_temperature_warmup_epochs: NonNegative = advanced(30, "epochs of its linear warm-up")
     query_temperature: Temperature | None = setting(
-        None, "the teacher's temperature for queries; null: tau_t, as published"
+        None, "temperature of the teacher for queries; null: method.teacher_temperature, as published"
     )
     query_temperature_start: Temperature | None = advanced(
-        None, "the same at the start, rising as tau_t does; null: constant"
+        None, "temperature of the teacher for queries at the start; null: constant"
     )
-    momentum: Ratio = setting(0.996, "the teacher's momentum at the start")
-    momentum_end: Ratio = advanced(1.0, "the teacher's momentum at the end, by a cosine")
+    momentum: Ratio = setting(0.996, "momentum of the teacher at the start")
+    momentum_end: Ratio = advanced(1.0, "momentum of the teacher at the end of its cosine schedule")
     head_hidden_dim: Width = advanced(2048, "width of the projection head")
-    head_bottleneck_dim: Width = advanced(256, "width before the prototypes")
+    head_bottleneck_dim: Width = advanced(256, "width of the bottleneck before the prototypes")
     num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K")
     anchor_weight: NonNegative = advanced(
-        0.0, "weight of the anchor: similarities between an image's patches stay those of model.init; 0: none"
+        0.0, "weight of the Gram anchor, which preserves the patch similarities of model.init; 0: off"
     )
-    train_gain: bool = advanced(True, "train the gain of the weight-normalized last layer (norm_last_layer false)")
+    train_gain: bool = advanced(True, "train the gain of the weight-normalized last layer (norm_last_layer=False)")
 
 
 class Optim(Section):
     """AdamW and its schedules."""
 
-    lr: Positive = setting(5e-4, "learning rate for each 256 images of the batch")
+    lr: Positive = setting(5e-4, "peak learning rate at batch size 256; scaled linearly with the batch")
     final_lr: NonNegative = advanced(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(10, "epochs over which the learning rate rises from 0")
     weight_decay: NonNegative = setting(0.04, "weight decay at the start")
     weight_decay_end: NonNegative = advanced(0.4, "weight decay at the end, by a cosine")
-    betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "AdamW's")
-    clip_norm: Positive | None = advanced(3.0, "largest gradient norm of each parameter tensor on its own; null: none")
-    freeze_last_layer_epochs: NonNegative = advanced(1, "epochs in which the head's last layer is frozen")
-    layer_decay: Share = advanced(
-        1.0, "learning rate of a block of the backbone, of that of the next; 1: the same for all, as from scratch"
-    )
+    betas: tuple[Beta, Beta] = advanced((0.9, 0.999), "betas of AdamW")
+    clip_norm: Positive | None = advanced(3.0, "gradient norm limit of each parameter tensor; null: off")
+    freeze_last_layer_epochs: NonNegative = advanced(1, "epochs with a frozen last layer of the head")
+    layer_decay: Share = advanced(1.0, "learning rate of a block relative to the next block; 1: the same rate for all")
     freeze_backbone_epochs: NonNegative | None = advanced(
-        None, "epochs in which only the heads learn, where model.init is set; null: a tenth of all, at most 1"
+        None, "epochs with a frozen backbone if model.init is set; null: a tenth of all epochs, at most 1"
     )
 
 
@@ -268,64 +262,58 @@ class Train(Section):
     """Length, batch size, device, checkpoints and logs."""
 
     epochs: Epochs = setting(100, "passes over the images")
-    batch_size: Count = setting(1024, "images in one step, over all processes")
+    batch_size: Count = setting(1024, "images per step, over all processes")
     micro_batch_size: Count | None = runtime(
-        None, "images at once in one process, the rest accumulated; null: fitted to memory"
+        None, "images per forward pass in one process, with gradient accumulation; null: as many as fit into memory"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "everything random follows from it")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "random seed")
     device: Device = setting("auto", "auto: the GPU if there is one", free=["resume"])
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 autocast on a GPU that has it, else float32"
     )
     compile: Literal["auto", "on", "off"] = runtime(
-        "auto", "compile the blocks of the ViT, which takes under a minute; auto: on GPUs, but in short runs on one GPU"
+        "auto", "compile the blocks of the ViT, in under a minute; auto: on GPUs, except short runs on one GPU"
     )
     cuda_graph: Literal["auto", "off"] = runtime(
-        "auto", "record the step as one CUDA graph; auto: on one GPU, where a micro-batch is a step"
+        "auto", "record the step as one CUDA graph; auto: on one GPU without gradient accumulation"
     )
-    checkpoint_activations: bool = runtime(
-        False, "keep only the inputs of blocks and run them again in backward: less memory, more time"
-    )
+    checkpoint_activations: bool = runtime(False, "recompute activations in backward: less memory, more time")
     shard: bool = runtime(
-        False, "spread weights and moments over the processes (FSDP2), for ViT-L and larger; not compiled"
+        False, "shard weights and optimizer state over the processes (FSDP2), for ViT-L and larger; not compiled"
     )
-    reduce_precision: Literal["float32", "bfloat16"] = advanced(
-        "float32", "of gradients on their way between processes"
-    )
-    deterministic: bool = advanced(False, "refuse operations that are not repeated to the bit on a GPU")
+    reduce_precision: Literal["float32", "bfloat16"] = advanced("float32", "precision of gradients in all-reduce")
+    deterministic: bool = advanced(False, "only use deterministic operations")
     # steps in a row with a loss or gradient that is not finite, after which the run ends; single ones do occur
     max_void_steps: ClassVar[int] = 50
     log_every_steps: Count = runtime(10, "steps between lines of metrics.jsonl")
-    health_every_steps: Count | None = runtime(100, "steps between looks at whether it collapses; null: never")
+    health_every_steps: Count | None = runtime(100, "steps between health measurements; null: off")
     checkpoint_every_steps: Count | None = runtime(
-        None, "steps between checkpoints; null: one an epoch, or every 500 if epochs are shorter"
+        None, "steps between checkpoints; null: one per epoch, or every 500 steps if epochs are shorter"
     )
     checkpoint_every_minutes: Positive | None = runtime(
-        15.0, "minutes after which a checkpoint is written besides; null: never for the time's sake"
+        15.0, "also save a checkpoint after this many minutes; null: off"
     )
-    keep_checkpoints: Count = runtime(2, "newest checkpoints kept")
+    keep_checkpoints: Count = runtime(2, "number of newest checkpoints to keep")
     free_checkpoints: bool = runtime(
-        True, "on a full disk, delete the oldest checkpoints for a new one; never the newest"
+        True, "on a full disk, delete the oldest checkpoints to save a new one; never the newest"
     )
-    report: bool = runtime(True, "write report.html, with pictures of three images, while it trains")
-    loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = setting(
-        (), "where the curves also go", free=["resume"]
-    )
+    report: bool = runtime(True, "write report.html during training, with pictures of three images")
+    loggers: Several[Literal["tensorboard", "wandb", "mlflow"]] = setting((), "experiment trackers", free=["resume"])
 
 
 class Probe(Section):
     """Scores of the teacher during training: kNN, matching of patches, in-context segmentation."""
 
     data: str | None = setting(
-        None, "labeled folder (train/ and val/, or one that is split 80/20), for a kNN score", free=["resume"]
+        None, "labeled images (train/ and val/, or one folder that is split 80/20) for kNN accuracy", free=["resume"]
     )
     held_out: str | None = setting(
         None,
-        "images that are not trained on: how often are they and their patches found in another view?",
+        "held-out images without labels, for the matching score of images and patches",
         free=["resume"],
     )
-    every_epochs: Count = setting(10, "epochs between probes; the start and the end always", free=["resume"])
-    k: Count = runtime(20, "neighbors")
+    every_epochs: Count = setting(10, "epochs between probes, besides the first and last", free=["resume"])
+    k: Count = runtime(20, "number of neighbors")
     # images that go through the network together; without gradients, this takes less memory than a training step
     images_at_once: ClassVar[int] = 256
     pixels: str | None = setting(None, "labeled pixels (see evaluate incontext) for in-context mIoU", free=["resume"])

@@ -52,9 +52,9 @@ DEEP_COLORS = ";16"  # behind a mode of Pillow, which is the same for colors of 
 class DoctorSettings(Section):
     """The settings of `adclr doctor`."""
 
-    max_pixels: Count = Field(Data().max_pixels, description="a picture of more pixels is refused before it is decoded")
+    max_pixels: Count = Field(Data().max_pixels, description="images with more pixels are rejected before decoding")
     num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
-    num_workers: Count | None = Field(None, description="threads; null: one for each CPU core")
+    num_workers: Count | None = Field(None, description="threads; null: one per CPU core")
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _advice(
         gray_settings = shlex.join(_color_settings(report["mean"][:1], report["std"][:1], 1))
         advice.append(f"all images are gray; {gray_settings} trains on one channel")
     elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
-        advice.append(f"their colors are unlike those that recipes start from; {shlex.join(colors)} uses their own")
+        advice.append(f"mean and deviation differ from the defaults of the recipes; set {shlex.join(colors)}")
     return advice
 
 
@@ -302,7 +302,7 @@ def _describe(report: dict[str, Any]) -> str:
     ]
     if report["mean"]:
         mean, std = (" ".join(f"{x:.3f}" for x in report[name]) for name in ("mean", "std"))
-        lines.append(f"colors:  mean {mean}, deviation {std} of each channel, of 1 (data.mean, data.std)")
+        lines.append(f"colors:  mean {mean}, standard deviation {std} of each channel, 0 to 1 (data.mean, data.std)")
     if report["shorter_side"]:
         spread = report["shorter_side"]
         lines += ["", f"shorter side: {spread['least']} to {spread['most']} pixels, median {spread['median']}"]

@@ -62,27 +62,27 @@ class Settings(TrainingSettings, EvaluationSettings):
     data: str = setting(
         "", description="folder with annotations/instances_{train,val}.json and the images", free=["resume", "study"]
     )
-    train_split: str = Field("train", description="of the json that is learned from")
-    val_split: str = Field("val", description="and of the one that is scored")
-    drop_bad: bool = Field(False, description="leave bad objects out instead of refusing the file")
-    epochs: Count = Field(EPOCHS, description="where no steps are set")
+    train_split: str = Field("train", description="train split: its json file in annotations/")
+    val_split: str = Field("val", description="split to score: its json file in annotations/")
+    drop_bad: bool = Field(False, description="skip bad objects instead of stopping with an error")
+    epochs: Count = Field(EPOCHS, description="epochs, if steps is not set")
     sides: tuple[Side, Side] = Field(
-        (480, 800), description="least and largest shorter side in training; test: largest"
+        (480, 800), description="smallest and largest shorter side in training, pixels; the test uses the largest"
     )
-    longest: Side = Field(1333, description="longer side, at most")
+    longest: Side = Field(1333, description="limit of the longer side, pixels")
     window: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="patches across the windows of attention, 14 for one; null: all blocks see the whole image"
+        None, description="side of attention windows, patches (for example 14); null: global attention in all blocks"
     )
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = Field(DROP_PATH, description="of the last block")
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = Field(DROP_PATH, description="drop path rate of the last block")
     layer_decay: Share | None = Field(
-        None, description="speed of a layer, of the one above; null: 0.75, from scratch 1"
+        None, description="learning rate of a layer relative to the next layer; null: 0.75, from scratch 1"
     )
-    test_batch_size: Count = setting(4, "test images at once, of one size", free=["resume", "study"])
+    test_batch_size: Count = setting(4, "test images of one size per batch", free=["resume", "study"])
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )
     pictures: Annotated[int, Field(ge=0, le=64)] = setting(
-        4, description="val images whose detections are drawn", free=["resume", "study"]
+        4, description="number of val images whose detections are drawn", free=["resume", "study"]
     )
 
 

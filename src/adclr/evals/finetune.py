@@ -54,35 +54,46 @@ Pool = Literal["cls", "mean_patch"]
 class FinetuneSettings(Section):
     """Settings of a fine-tuning, which `transfer` has too."""
 
-    epochs: Count = Field(100, description="over the train split (iBOT on ImageNet: ViT-S 200, ViT-B 100)")
-    batch_size: Count = Field(256, description="images of a step, of all processes (iBOT: 1024)")
+    epochs: Count = Field(100, description="passes over the train split (iBOT on ImageNet: ViT-S 200, ViT-B 100)")
+    batch_size: Count = Field(256, description="images per step, over all processes (iBOT: 1024)")
     micro_batch_size: Count | None = setting(
-        None, description="images at once in a process; null: all of its part", free=["resume", "study"]
+        None,
+        description="images per forward pass in one process; null: no gradient accumulation",
+        free=["resume", "study"],
     )
-    lr: Positive = Field(1e-3, description="at batch 256, of the last layer")
-    final_lr: NonNegative = Field(1e-6, description="at the end of the cosine")
-    warmup_epochs: NonNegative | None = Field(None, description="linear from 0; null: a tenth of the epochs")
-    weight_decay: NonNegative = Field(0.05, description="not of biases, norms, tokens and positions")
+    lr: Positive = Field(1e-3, description="learning rate of the last layer at batch size 256")
+    final_lr: NonNegative = Field(1e-6, description="learning rate at the end of the cosine schedule")
+    warmup_epochs: NonNegative | None = Field(
+        None, description="epochs of the linear warm-up; null: a tenth of all epochs"
+    )
+    weight_decay: NonNegative = Field(
+        0.05, description="weight decay, except of biases, norms, tokens and position embeddings"
+    )
     layer_decay: Share | None = Field(
-        None, description="speed of a layer, of the one above; null: 0.65 for ViT-B, else 0.75, from scratch 1"
+        None,
+        description="learning rate of a layer relative to the next; null: 0.65 for ViT-B, else 0.75; from scratch 1",
     )
-    clip_norm: Positive | None = Field(None, description="largest norm of the gradient of all parameters")
+    clip_norm: Positive | None = Field(None, description="limit of the gradient norm of all parameters")
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="of the last block; null: 0.1, and 0.2 from ViT-B on"
+        None, description="drop path rate of the last block; null: 0.1, from ViT-B on 0.2"
     )
-    pool: Pool = Field("cls", description="what the head reads")
-    min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
-    randaugment: Annotated[float, Field(ge=0, le=10)] = Field(9.0, description="strength; 0: none; RGB images only")
-    erase: Ratio = Field(0.25, description="probability that a rectangle of an image is noise")
-    mixup: NonNegative = Field(0.8, description="parameter of its Beta distribution; 0: none")
-    cutmix: NonNegative = Field(1.0, description="the same of cutmix; of both one is drawn for each step")
-    smoothing: Ratio = Field(0.1, description="of the labels")
-    ema: Beta | None = Field(None, description="average the weights too, with this momentum, and score that as well")
+    pool: Pool = Field("cls", description="input of the head")
+    min_crop: Share = Field(0.08, description="smallest area of a training crop, as a share of the image")
+    randaugment: Annotated[float, Field(ge=0, le=10)] = Field(
+        9.0, description="strength of RandAugment, RGB images only; 0: off"
+    )
+    erase: Ratio = Field(0.25, description="probability of random erasing")
+    mixup: NonNegative = Field(0.8, description="parameter of the Beta distribution of mixup; 0: off")
+    cutmix: NonNegative = Field(
+        1.0, description="parameter of the Beta distribution of cutmix; 0: off. Each step uses mixup or cutmix"
+    )
+    smoothing: Ratio = Field(0.1, description="label smoothing")
+    ema: Beta | None = Field(None, description="momentum of an average of the weights, which is scored too")
     validate_every: Count | None = setting(
-        None, description="epochs between scores; null: one at the end", free=["resume"]
+        None, description="epochs between validations; null: one at the end", free=["resume"]
     )
-    checkpoint_minutes: Positive = setting(2.0, "between checkpoints", free=["resume", "study"])
-    size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
+    checkpoint_minutes: Positive = setting(2.0, "minutes between checkpoints", free=["resume", "study"])
+    size: Side | None = Field(None, description="image size, pixels; null: the size of training")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )

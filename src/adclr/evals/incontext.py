@@ -42,14 +42,14 @@ MAX_SIMILARITIES, MAX_KEYS = 2**28, 2**17  # in memory at once, and the memory p
 class Settings(PixelSettings):
     """Settings of `evaluate incontext`."""
 
-    size: Side = Field(512, description="shorter side of the images, pixels; rounded to whole patches")
-    memory_size: Count = Field(1_024_000, description="patches in the memory, at most (Hummingbird: 10 240 000)")
+    size: Side = Field(512, description="shorter side of the images, pixels, rounded to whole patches")
+    memory_size: Count = Field(1_024_000, description="limit of patches in the memory (Hummingbird: 10 240 000)")
     augment_epochs: Annotated[int, Field(ge=0, le=10**6)] = Field(
         0, description="passes of random crops over the train images for the memory; 0: each whole image once"
     )
-    k: Count = Field(30, description="neighbors")
-    temperature: Positive = Field(0.02, description="of the softmax over their similarities")
-    batch_size: Count = Field(16, description="images at once")
+    k: Count = Field(30, description="number of neighbors")
+    temperature: Positive = Field(0.02, description="temperature of the softmax over the neighbors' similarities")
+    batch_size: Count = Field(16, description="images per batch")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
     )

@@ -33,11 +33,11 @@ class Settings(ClassificationSettings):
     """Settings of `evaluate knn`."""
 
     features: Literal["cls", "mean_patch", "both"] = Field(
-        "cls", description="both: the similarity is the mean of that of [CLS] and that of the mean patch"
+        "cls", description="features to compare; both: the mean of the two similarities"
     )
-    k: Several[Count] = Field((10, 20, 100, 200), description="numbers of neighbors")
-    temperature: Positive = Field(0.07, description="of the votes")
-    batch_size: Count = Field(256, description="images at once")
+    k: Several[Count] = Field((10, 20, 100, 200), description="numbers of neighbors, each of which is scored")
+    temperature: Positive = Field(0.07, description="temperature of the votes")
+    batch_size: Count = Field(256, description="images per batch")
 
 
 def run(settings: Settings, prefix: Path | None = None) -> dict[str, Any]:

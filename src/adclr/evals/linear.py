@@ -45,16 +45,20 @@ DEFAULT_LRS = tuple(round(n * 10.0**k, 6) for k in range(-4, 1) for n in (1, 2, 
 class LinearSettings(Section):
     """Settings of a linear probe, which `transfer` has too."""
 
-    epochs: Count = Field(100, description="over the train split")
-    batch_size: Count = Field(256, description="images of a step, of all processes")
+    epochs: Count = Field(100, description="passes over the train split")
+    batch_size: Count = Field(256, description="images per step, over all processes")
     lrs: Several[Positive] = Field(
-        DEFAULT_LRS, min_length=1, description="learning rates at batch 256, trained together"
+        DEFAULT_LRS, min_length=1, description="learning rates at batch size 256, which are all trained at once"
     )
-    num_blocks: Count | None = Field(None, description="blocks whose [CLS] is taken, the last ones; null: 4 for ViT-S")
-    mean_patch: bool | None = Field(None, description="take the mean patch of the last block too; null: for ViT-B")
-    min_crop: Share = Field(0.08, description="least area of a training crop, of the image's")
-    quick: bool = Field(False, description="train on the features of center crops, taken once")
-    size: Side | None = Field(None, description="side of the images in pixels; null: as the backbone was trained")
+    num_blocks: Count | None = Field(
+        None, description="number of last blocks whose [CLS] is used; null: 4 up to the width of ViT-S, else 1"
+    )
+    mean_patch: bool | None = Field(
+        None, description="also use the mean patch of the last block; null: only for networks wider than ViT-S"
+    )
+    min_crop: Share = Field(0.08, description="smallest area of a training crop, as a share of the image")
+    quick: bool = Field(False, description="train on features of center crops, which are computed once")
+    size: Side | None = Field(None, description="image size, pixels; null: the size of training")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on a GPU that has it", free=["study"]
     )

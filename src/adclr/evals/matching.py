@@ -51,15 +51,17 @@ class Settings(Section):
 
     weights: str = setting("", "a run directory, a file or folder of weights, or timm:NAME", free=["study"])
     partial: bool = setting(
-        False, description="take weights that do not cover the whole backbone", free=["study", "control"]
+        False, description="accept weights that lack parts of the backbone", free=["study", "control"]
     )
     data: str = setting(
-        "", description="images that were not trained on: folder, .txt list, .tar shards or hf:PATH", free=["study"]
+        "",
+        description="images that were not used for training: folder, .txt list, .tar shards or hf:PATH",
+        free=["study"],
     )
-    max_images: Count = Field(1000, description="images that are looked at, the first by their keys")
-    batch_size: Count = Field(64, description="images at once")
+    max_images: Count = Field(1000, description="limit of the number of images, chosen by a hash of their names")
+    batch_size: Count = Field(64, description="images per batch")
     num_workers: int | None = setting(
-        None, ge=1, description="decoding threads; null: one for each CPU core", free=["study", "control"]
+        None, ge=1, description="decoding threads; null: one per CPU core", free=["study", "control"]
     )
     device: Device = setting("auto", "auto: the GPU if there is one", free=["study", "control"])
 

@@ -49,30 +49,34 @@ AUXILIARY = 0.4  # weight of the auxiliary head's loss
 class Settings(TrainingSettings, PixelSettings):
     """Settings of `evaluate segmentation`."""
 
-    head: Head = Field("linear", description="what is trained on the backbone")
-    frozen: bool | None = Field(None, description="train the head alone; null: for linear")
-    rescaled: bool | None = Field(None, description="rescale maps to a pyramid; null: for upernet")
-    width: Count | None = Field(None, description="channels of the decoder; null: 256 for fpn, the ViT's for upernet")
-    drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="of the last block; frozen: none")
-    size: Side = Field(512, description="side of the crops, and shorter side of test images, pixels")
-    scales: tuple[Positive, Positive] = Field((0.5, 2.0), description="of the shorter side, before crops are cut")
-    colors: bool = setting(
-        True, description="change brightness, contrast, saturation and hue in training", old_name="colours"
+    head: Head = Field("linear", description="head on the backbone")
+    frozen: bool | None = Field(None, description="train the head alone; null: only if head=linear")
+    rescaled: bool | None = Field(None, description="rescale feature maps to a pyramid; null: only if head=upernet")
+    width: Count | None = Field(
+        None, description="channels of the decoder; null: 256 for fpn, the width of the ViT for upernet"
     )
+    drop_path: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="drop path rate of the last block; 0 if frozen"
+    )
+    size: Side = Field(512, description="side of training crops and shorter side of test images, pixels")
+    scales: tuple[Positive, Positive] = Field(
+        (0.5, 2.0), description="range of scales of the shorter side before cropping"
+    )
+    colors: bool = setting(True, description="color jitter in training", old_name="colours")
     inference: Literal["auto", "whole", "sliding"] = setting(
-        "auto", description="auto: sliding for upernet", free=["resume"]
+        "auto", description="whole images or sliding windows; auto: sliding if head=upernet", free=["resume"]
     )
     stride: Side | None = Field(None, description="of sliding windows of the crops' size; null: two thirds of it")
     test_scales: Several[Positive] = setting(
-        (1.0,), min_length=1, description="at which test images are seen", free=["resume"]
+        (1.0,), min_length=1, description="scales of test-time augmentation", free=["resume"]
     )
-    test_mirrored: bool = setting(False, "see their mirror images too", free=["resume"])
-    test_batch_size: Count = setting(8, "test images at once", free=["resume", "study"])
+    test_mirrored: bool = setting(False, "also test on mirrored images", free=["resume"])
+    test_batch_size: Count = setting(8, "test images per batch", free=["resume", "study"])
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )
     compile: bool = setting(
-        False, description="compile the blocks, which takes half a minute on a GPU", free=["resume", "study"]
+        False, description="compile the blocks, in half a minute on a GPU", free=["resume", "study"]
     )
 
 

@@ -26,17 +26,17 @@ class EvaluationSettings(Section):
         "", description="a run directory, a file or folder of weights, or timm:NAME", free=["resume", "study"]
     )
     partial: bool = setting(
-        False, description="take weights that do not cover the whole backbone", free=["study", "control"]
+        False, description="accept weights that lack parts of the backbone", free=["study", "control"]
     )
     from_scratch: bool = setting(
-        False, description="the control: the same ViT, newly initialized", free=["study", "control"]
+        False, description="score the same ViT untrained, as a control", free=["study", "control"]
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
+    seed: int = Field(0, ge=0, lt=2**63, description="random seed")
     max_unreadable: Ratio = setting(
-        0.1, description="share of unreadable images above which nothing is scored", free=["resume", "study"]
+        0.1, description="share of unreadable images above which the evaluation stops", free=["resume", "study"]
     )
     num_workers: int | None = setting(
-        None, ge=1, description="decoding threads; null: one for each CPU core", free=["resume", "study", "control"]
+        None, ge=1, description="decoding threads; null: one per CPU core", free=["resume", "study", "control"]
     )
     device: Device = setting("auto", "auto: the GPU if there is one", free=["resume", "study", "control"])
 
@@ -46,7 +46,7 @@ class ClassificationSettings(EvaluationSettings):
 
     data: str = setting(
         "",
-        description="labeled folder: train/ and val/, or one that is split 80/20; or KIND:DIR",
+        description="labeled images: train/ and val/, or one folder that is split 80/20; or KIND:DIR",
         free=["resume", "study"],
     )
 
@@ -55,13 +55,13 @@ class PixelSettings(EvaluationSettings):
     """Settings of evaluations on labeled pixels."""
 
     data: str = setting(
-        "", description="folder with images/, labels/ and classes.txt, or ADE20K's", free=["resume", "study"]
+        "", description="folder with images/, labels/ and classes.txt, or that of ADE20K", free=["resume", "study"]
     )
-    train_split: str = Field("train", description="folder of images/ and labels/ that is learned from")
-    val_split: str = setting("val", "and the one that is scored", free=["resume"])
-    ignore: Annotated[int, Field(ge=0, lt=2**16)] = Field(IGNORE, description="value of labels that do not count")
+    train_split: str = Field("train", description="train split: its folder in images/ and labels/")
+    val_split: str = setting("val", "split to score: its folder in images/ and labels/", free=["resume"])
+    ignore: Annotated[int, Field(ge=0, lt=2**16)] = Field(IGNORE, description="label value of pixels to ignore")
     pictures: Annotated[int, Field(ge=0, le=64)] = setting(
-        4, description="val images whose prediction is drawn", free=["resume", "study"]
+        4, description="number of val images whose prediction is drawn", free=["resume", "study"]
     )
 
 

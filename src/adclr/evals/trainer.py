@@ -40,19 +40,25 @@ LOG_EVERY = 20  # steps between rows of metrics.jsonl, and between checks of the
 class TrainingSettings(Section):
     """Length and speed of a training; null stands for the value of the protocol."""
 
-    steps: Count | None = Field(None, description="of training; null: the protocol's")
-    batch_size: Count | None = Field(None, description="images of a step, of all processes; null: the protocol's")
-    lr: Positive | None = Field(None, description="at its highest; null: the protocol's")
+    steps: Count | None = Field(None, description="training steps; null: those of the protocol")
+    batch_size: Count | None = Field(
+        None, description="images per step, over all processes; null: that of the protocol"
+    )
+    lr: Positive | None = Field(None, description="peak learning rate; null: that of the protocol")
     warmup_steps: int | None = Field(
-        None, ge=0, description="linear from 0; null: the protocol's, at most a tenth of the steps"
+        None, ge=0, description="steps of the linear warm-up; null: that of the protocol, at most a tenth of all steps"
     )
-    weight_decay: NonNegative | None = Field(None, description="not of biases, norms, tokens and positions")
-    layer_decay: Share | None = Field(None, description="speed of a layer, of the one above; from scratch 1")
-    clip_norm: Positive | None = Field(None, description="largest norm of the gradient of all parameters")
+    weight_decay: NonNegative | None = Field(
+        None, description="weight decay, except of biases, norms, tokens and position embeddings"
+    )
+    layer_decay: Share | None = Field(
+        None, description="learning rate of a layer relative to the next layer; from scratch 1"
+    )
+    clip_norm: Positive | None = Field(None, description="limit of the gradient norm of all parameters")
     minutes: Positive | None = Field(
-        None, description="end the training, and its schedule, after this time at the latest; then it is not repeatable"
+        None, description="time limit of training, minutes; the schedule ends with it. Such a run is not repeatable"
     )
-    checkpoint_minutes: Positive = setting(5.0, "between checkpoints", free=["resume", "study"])
+    checkpoint_minutes: Positive = setting(5.0, "minutes between checkpoints", free=["resume", "study"])
 
 
 @dataclass(kw_only=True)

@@ -32,7 +32,7 @@ class Settings(EvaluationSettings):
 
     data: Several[str] = setting((), "labeled folders, or KIND:DIR; see linear", free=["study"])
     how: Several[Literal["linear", "finetune"]] = Field(
-        ("linear",), min_length=1, description="what is done with each of them"
+        ("linear",), min_length=1, description="what to train on each data set"
     )
     linear: LinearSettings = LinearSettings()
     finetune: FinetuneSettings = FinetuneSettings()

@@ -42,23 +42,23 @@ TOLERANCE = 0.008  # of contours, relative to the diagonal
 class Settings(EvaluationSettings):
     """Settings of `evaluate video`."""
 
-    data: str = setting("", "DAVIS's folder", free=["study"])
-    split: str = Field("val", description="list of clips, of ImageSets/YEAR")
-    year: str = Field("2017", description="of the list")
-    resolution: str = Field("480p", description="folder of JPEGImages and Annotations")
+    data: str = setting("", "folder of DAVIS", free=["study"])
+    split: str = Field("val", description="list of clips in ImageSets/YEAR")
+    year: str = Field("2017", description="year of the list of clips")
+    resolution: str = Field("480p", description="resolution: the folder in JPEGImages and Annotations")
     size: Side = Field(480, description="shorter side of the frames, pixels")
-    queue: Count = Field(7, description="frames before one that it looks at, beside the first")
+    queue: Count = Field(7, description="number of previous frames to match, besides the first")
     neighborhood: Annotated[int, Field(ge=0)] = setting(
-        12, description="patches that it looks far; 0: everywhere", old_name="neighbourhood"
+        12, description="radius of matching, patches; 0: unlimited", old_name="neighbourhood"
     )
-    k: Count = Field(5, description="neighbors that hand on their labels")
-    temperature: Positive = Field(0.1, description="of the softmax over their similarities")
-    batch_size: Count = Field(16, description="frames at once")
+    k: Count = Field(5, description="number of neighbors whose labels are averaged")
+    temperature: Positive = Field(0.1, description="temperature of the softmax over the neighbors' similarities")
+    batch_size: Count = Field(16, description="frames per batch")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", description="auto: bfloat16 on a GPU that has it", free=["study"]
     )
     pictures: Annotated[int, Field(ge=0, le=64)] = setting(
-        4, description="clips of which a frame is drawn", free=["study"]
+        4, description="number of clips of which a frame is drawn", free=["study"]
     )
 
 

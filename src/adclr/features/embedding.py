@@ -64,36 +64,37 @@ class EmbeddingSettings(Section):
     """Settings of `adclr embed`."""
 
     vector: Literal["cls", "mean_patch", "both"] = Field(
-        "cls", description="[CLS], the mean of the patches, or one behind the other"
+        "cls", description="[CLS], the mean of the patches, or both concatenated"
     )
-    normalize: bool = setting(False, "to length 1: the vector, or that of each patch", old_name="normalise")
+    normalize: bool = setting(False, "L2-normalize each vector", old_name="normalise")
     size: Literal["input"] | Side | None = Field(
-        "input", description="pixels; input: what the weights were trained at; null: the images' own"
+        "input", description="image size, pixels; input: the size of training; null: the images' own sizes"
     )
     framing: Literal["auto", "crop", "whole"] = Field(
         "auto",
-        description="crop: size x size from the middle of the image at 256/224 of that; whole: all of it, the shorter "
-        "side of that size, rounded to patches; auto: whole for patch maps and with size=null",
+        description="crop: resize to 256/224 of size, center crop; whole: shorter side of size, rounded to patches; "
+        "auto: whole for patch maps and size=null, else crop",
     )
-    max_side: Side = Field(2048, description="of a whole image, the longer side at most, pixels")
+    max_side: Side = Field(2048, description="limit of the longer side of whole images, pixels")
     dtype: Literal["float32", "float16"] | None = Field(
-        None, description="of what is written; null: float32 for vectors, float16 for patch maps"
+        None, description="data type of the output; null: float32 for vectors, float16 for patch maps"
     )
-    format: Literal["safetensors", "npy"] = Field("safetensors", description="of patch maps")
-    part_size: Count | None = Field(None, description="images of a part; null: 8192, or patch maps of about 256 MiB")
+    format: Literal["safetensors", "npy"] = Field("safetensors", description="file format of patch maps")
+    part_size: Count | None = Field(
+        None, description="images per part file; null: 8192, or patch maps of about 256 MiB"
+    )
     shared: bool = Field(
-        False, description="other commands write parts to the same folder now; each part is made by one of them"
+        False, description="several commands write to the same folder; each part is written by one of them"
     )
-    batch_size: Count = Field(256, description="images at once")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one for each CPU core")
+    batch_size: Count = Field(256, description="images per batch")
+    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one per CPU core")
     gpu_decoding: bool = Field(
         True,
-        description="JPEGs by the decoder that some GPUs have; pixels differ by about 1 of 255 from the CPU's",
+        description="decode JPEGs on the GPU if it can; pixels differ by about 1 of 255 from the CPU's",
     )
     check: Check = Field(
         "time",
-        description="what tells that an image has changed since: its size and time of modification, or its content, "
-        "for which every image is read first",
+        description="detect replaced images by size and modification time, or by content, which reads all images first",
     )
     device: Device = Field("auto", description="auto: the GPU if there is one")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
@@ -128,7 +129,7 @@ def embed_collection(
     """Write the features of images, or the parts of them that are missing; return what the JSON file says of them."""
     if machine.num_processes() > 1:
         raise UserError(
-            "torchrun is of no use here; for several workers run the command several times, with shared=true"
+            "adclr embed does not use torchrun; for several workers, run the command several times with shared=true"
         )
     weights, images, url = conceal(weights), conceal(images), conceal(os.fspath(out))
     if is_remote(url):
@@ -168,7 +169,7 @@ def embed_collection(
         return about
     if parts.renewed:
         changed = f"{len(parts.renewed)} of {len(part_stamps.newest)} parts of {out}"
-        print(f"images of {changed} have changed; these are made again")
+        print(f"images of {changed} have changed; these parts are written again")
     with parts.open():
         reader = ImageReader(
             source,
@@ -189,7 +190,7 @@ def embed_collection(
     if about["unreadable"]:
         left_out = f"{about['unreadable']} images could not be read and were left out"
         print(printable(f"{left_out}: {parts.unreadable} lists them"))
-    print(printable(f"{about['rows']} images, {rate:.0f} a second: {out}"))
+    print(printable(f"{about['rows']} images, {rate:.0f} images/s, written to {out}"))
     return about
 
 
@@ -233,7 +234,7 @@ class Network:
         if framing == "whole":
             return whole_image(min(size) if isinstance(size, tuple) else size, patch, settings.max_side)
         if size is None:
-            raise UserError("framing=crop cuts out a size, and size=null is none; set one of them otherwise")
+            raise UserError("framing=crop needs a size, and size=null gives none; change one of them")
         sides = size if isinstance(size, tuple) else (size, size)
         if any(side % patch for side in sides):
             nearest = max(patch, round(sides[0] / patch) * patch)

@@ -242,7 +242,7 @@ def _write_atomically(path: Path, write: Callable[[Path], Any]) -> Any:
         sync(path.parent)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error}); see to it, and the same command goes on") from None
+        raise UserError(f"{path} cannot be written ({error}); fix this, and the same command resumes") from None
     return result
 
 

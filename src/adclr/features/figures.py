@@ -43,11 +43,9 @@ COMPONENTS = (
 class FigureSettings(Section):
     """Settings of all figures."""
 
-    size: Side | None = Field(
-        None, description="shorter side of images in the network, pixels; null: twice what it was trained at"
-    )
-    num_images: Count | None = Field(32, description="images shown, spread over the collection; null: all")
-    block: int = Field(-1, description="block whose attention or patches are shown; -1 is the last, 0 the first")
+    size: Side | None = Field(None, description="shorter side of the images, pixels; null: twice the size of training")
+    num_images: Count | None = Field(32, description="number of images, spread over the collection; null: all")
+    block: int = Field(-1, description="block of the attention or patches; 0 is the first, -1 the last")
     device: Device = Field("auto", description="auto: the GPU if there is one")
 
 
@@ -93,7 +91,7 @@ def _sheet_limits(count: int, num_heads: int = 0) -> str:
 class AttentionSettings(FigureSettings):
     """Settings of `adclr visualize attention`."""
 
-    mass: Ratio = Field(0.6, description="share of the attention that the thresholded picture keeps")
+    mass: Ratio = Field(0.6, description="share of the attention in the thresholded picture")
 
 
 def draw_attention(weights: Weights, images: Sequence[InputImage], settings: AttentionSettings, out: Path) -> Figure:
@@ -134,17 +132,15 @@ class QueriesSettings(FigureSettings):
     """Settings of `adclr visualize queries`."""
 
     box: tuple[Ratio, Ratio, Ratio, Ratio] | None = Field(
-        None, description="left, top, right, bottom of the query, of the width and height; null: drawn at random"
+        None, description="query box: left, top, right, bottom, as shares of width and height; null: random"
     )
-    num_queries: Annotated[int, Field(ge=1, le=4)] = Field(2, description="queries drawn in each image")
-    scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a drawn query, of the image's")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the drawing")
+    num_queries: Annotated[int, Field(ge=1, le=4)] = Field(2, description="random queries per image")
+    scale: tuple[Share, Share] = Field((0.05, 0.15), description="area of a random query, as a share of the image")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="random seed of the queries")
     across: Annotated[int, Field(ge=0, le=12)] = Field(
-        4, description="images, spread over those shown, whose first queries are asked in all of these; 0: none"
+        4, description="number of images whose first queries are compared across images; 0: none"
     )
-    against: str | None = Field(
-        None, description="a second W, whose attention stands below that of the first in queries_against.png"
-    )
+    against: str | None = Field(None, description="second weights; queries_against.png compares the attention of both")
 
 
 @dataclass(frozen=True)
@@ -317,7 +313,8 @@ class PcaSettings(FigureSettings):
     """Settings of `adclr visualize pca`."""
 
     background: Literal["keep", "remove"] = Field(
-        "keep", description="remove: only patches of things, as the first component and [CLS] part them from the ground"
+        "keep",
+        description="remove: foreground patches only, selected by the first component and the attention of [CLS]",
     )
 
 
@@ -358,7 +355,7 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
 class MatchSettings(FigureSettings):
     """Settings of `adclr visualize match`."""
 
-    num_lines: Count = Field(40, description="pairs that are drawn, the most similar")
+    num_lines: Count = Field(40, description="number of most similar pairs to draw")
 
 
 @dataclass(frozen=True)

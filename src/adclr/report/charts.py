@@ -70,7 +70,7 @@ class Band:
     high: float  # infinite where more is never bad
 
     def __str__(self) -> str:
-        low, high = format_number(self.low), format_number(self.high)
+        low, high = (format_number(float(f"{value:.2g}")) for value in (self.low, self.high))
         return f"above {low}" if math.isinf(self.high) else f"{low} to {high}"
 
 
@@ -142,6 +142,7 @@ class Chart:
     x: Axis
     y: Axis
     curves: list[Curve]
+    remedy: str = ""  # what to do about a bad value
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -159,6 +160,7 @@ def layout_chart(
     band: Band | None = None,
     floor: float | None = None,
     level: Level | None = None,
+    remedy: str = "",
 ) -> Chart | None:
     """Return a chart of the lines that have points, None if none has. The y axis starts at `floor` or below."""
     averaged = [(line, average_points(line.points)) for line in lines if line.points]
@@ -170,7 +172,7 @@ def layout_chart(
     low, high = _value_range([value for _, points in averaged for _, value in points], band, floor, level)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP)
     curves = [Curve(line, [(x.at(a), y.at(b)) for a, b in points], points) for line, points in averaged]
-    return Chart(title, meaning, band, level, x, y, curves)
+    return Chart(title, meaning, band, level, x, y, curves, remedy)
 
 
 def average_points(points: Points, most: int = MAX_POINTS) -> Points:

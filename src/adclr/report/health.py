@@ -77,8 +77,8 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Fin
     if all(row.get("queries_in_cls", 0.0) > MAX_QUERIES_IN_CLS for row in latest):
         return Finding(
             "collapse onto the queries",
-            f"[CLS] follows the queries and not the image in {100 * last['queries_in_cls']:.0f} % of images: both "
-            "views have the same ones, so the loss is met without looking; set model.query_keys=image or far fewer "
+            f"[CLS] follows the queries instead of the image in {100 * last['queries_in_cls']:.0f} % of images: both "
+            "views share them, so the loss is solved without the image; set model.query_keys=image or far fewer "
             "views.num_queries",
         )
     if all_below_limit("target_kl"):
@@ -86,12 +86,12 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Fin
         if sum(row["target_entropy"] for row in latest) / len(latest) > UNIFORM_ENTROPY:
             return Finding(
                 "uniform collapse",
-                f"the teacher tells images apart by {nats}, and its targets give all prototypes the same weight; "
+                f"targets of different images differ by {nats}, and each target is uniform over the prototypes; "
                 "sharpen them: lower method.teacher_temperature and its start, well below the student's 0.1",
             )
         return Finding(
             "constant collapse",
-            f"the teacher tells images apart by {nats}, and its targets are the same few prototypes; center more: "
+            f"targets of different images differ by {nats}, and they all use the same few prototypes; center more: "
             "lower method.center_momentum (0.9), raise method.teacher_temperature_start, or lower optim.lr",
         )
     for kind in ("cls", "patches", "queries"):
@@ -99,7 +99,7 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Fin
         if name in untrained and all_below_limit(name):
             return Finding(
                 "dimensional collapse",
-                f"the features of {kind} differ in {last[name]:.1f} directions only, {untrained[name]:.1f} untrained; "
+                f"the effective rank of {kind} is {last[name]:.1f}, {untrained[name]:.1f} untrained; "
                 "raise train.batch_size, lower optim.lr or optim.weight_decay_end",
             )
     return None
@@ -124,7 +124,7 @@ def diagnose_shortcut(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_RO
         return None
     return Finding(
         "query shortcut",
-        f"queries are matched by their own pixels: in another image their loss is only "
+        f"queries are matched by their own pixels: in another image, their loss is only "
         f"{rows[-1]['query_image_gap']:.2g} nats higher; set method.query_temperature=0.12, "
         "method.query_temperature_start=0.06 and views.query_source=local, as the adclr_plus recipes do",
     )
@@ -146,7 +146,7 @@ def _diagnose_student(first: Measures, latest: Sequence[Measures]) -> Finding | 
         if all(name in row and row[name] < lower_limit(name, row) for row in latest):
             return Finding(
                 "dimensional collapse",
-                f"the student's features of {kind} differ in {last[name]:.1f} directions only, the teacher's in "
+                f"the effective rank of the student's {kind} is {last[name]:.1f}, the teacher's "
                 f"{last[f'teacher_{name}']:.1f}; raise train.batch_size, lower optim.lr or optim.weight_decay_end",
             )
     return None

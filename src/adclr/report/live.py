@@ -76,7 +76,7 @@ class LiveReport:
             write()
         except (OSError, UserError) as error:
             if not self.failed:
-                print(printable(f"the report cannot be written ({error}); training goes on"), file=sys.stderr)
+                print(printable(f"the report cannot be written ({error}); training continues"), file=sys.stderr)
             self.failed = True
 
 

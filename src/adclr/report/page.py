@@ -24,7 +24,11 @@ from adclr.report.record import EvaluationRecord, RunRecord, Strip, differing_se
 from adclr.system import outputs
 
 # cells of a strip, of each image
-STRIP_ROWS = {"[CLS]": "where [CLS] looks", "query": "where a query looks", "components": "components of the patches"}
+STRIP_ROWS = {
+    "[CLS]": "attention of [CLS]",
+    "query": "attention of a query",
+    "components": "principal components of the patches",
+}
 STRIP_WIDTH = 104  # pixels on the page
 MAX_STRIPS = 10  # shown of a run
 # how `record.OVERHEADS` are called on the page
@@ -124,7 +128,8 @@ def _layout_charts(records: Sequence[RunRecord], shown: Mapping[str, Metric]) ->
             for style, record in enumerate(records)
             if any(value for _, value in record.curves.get(name, ()))  # a loss that is not used is 0 throughout
         ]
-        chart = layout_chart(metric.title, lines, metric.meaning, metric.healthy, metric.floor, metric.level)
+        axis = metric.healthy, metric.floor, metric.level
+        chart = layout_chart(metric.title, lines, metric.meaning, *axis, metric.remedy)
         if chart is not None:
             charts.append(chart)
     return charts

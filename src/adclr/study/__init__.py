@@ -106,7 +106,7 @@ def run_study(
             limit = minutes if minutes is not None else study.outline.minutes
             left = run_cells(study, possible, store, workspace, limit)
             if left:
-                print(f"{len(left)} runs were not begun, since the time was up; the same command goes on with them")
+                print(f"{len(left)} runs were not begun, since the time was up; the same command makes them")
     return _write_page(study, store)
 
 

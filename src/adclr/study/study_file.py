@@ -298,7 +298,7 @@ def _check_evaluation(title: str, evaluation: Evaluation) -> None:
     if evaluation.name == TRAINING:
         return
     if {"weights", "data", "from_scratch", "partial"} & set(evaluation.settings):
-        raise UserError(f"evaluation '{title}' is told its weights and data by the study; leave them out of settings")
+        raise UserError(f"evaluation '{title}' takes weights and data from the study; leave them out of settings")
     try:
         evaluation.build("W", "D")
     except UserError as error:

@@ -107,7 +107,9 @@ def render_page(study: Study, results: Results, rows: Rows, figure: str | None) 
         body.append([f"{label} (control)" if label == outline.control else label, *means, str(seeds)])
     parts.append(_format_table(["", *evaluations, *costs, "seeds"], body))
     if outline.control is not None and len(rows) > 1:
-        parts.append(f"Difference to {outline.control}, seed by seed, with its 95 % interval where there are several:")
+        parts.append(
+            f"Difference to {outline.control}, seed by seed, with its 95 % interval where there are several seeds:"
+        )
         control = rows[outline.control]
         body = [
             [label, *(_format_difference(row[title].minus(control[title]), one) for title, one in evaluations.items())]
@@ -209,9 +211,9 @@ def _describe_protocol(study: Study, results: Results, evaluations: Mapping[str,
     if starts:
         lines.append(
             f"Trained on {', '.join(devices)}; {days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}; "
-            f"commit {', '.join(commits) or 'not recorded'}. What each run was told: `runs/KEY.json` beside this page."
+            f"commit {', '.join(commits) or 'not recorded'}. Settings of each run: `runs/KEY.json` beside this page."
         )
-        lines.append("Minutes and images/s are of each run as it was made, be it alone on its GPU or beside others.")
+        lines.append("Minutes and images/s are those of each run, alone on its GPU or beside others.")
     folders = "".join(f" {name}=DIR" for name in sorted(study.data_names() - {SCENES}))
     lines.append(f"Command: `adclr study {shlex.quote(_relative_path(study.file))}{folders}`")
     return "  \n".join(lines)

@@ -55,7 +55,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 
 def _stop_with_study(pipe: int) -> None:
-    """Save and exit when the study ends, however it ends: a run must not go on unnoticed."""
+    """Save and exit when the study ends, however it ends: no run may continue unnoticed."""
     os.read(pipe, 1)  # returns when the pipe is closed; nothing is ever written to it
     os.kill(os.getpid(), signal.SIGTERM)
 

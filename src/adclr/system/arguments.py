@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -53,3 +55,16 @@ def attach_value(option: str, arguments: Sequence[str]) -> list[str]:
         else:
             joined.append(argument)
     return joined
+
+
+def format_rows(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return names, defaults and meanings in three columns; meanings are wrapped to the width of a terminal."""
+    width = max(len(name) for name, _, _ in rows)
+    columns = shutil.get_terminal_size((0, 0)).columns  # 0: the output is a file
+    room = columns - width - 27
+    lines = []
+    for name, default, meaning in rows:
+        start = f"  {name:<{width}}  {default:<22} "
+        parts = textwrap.wrap(meaning, room) if room >= 40 else [meaning]
+        lines += [start + parts[0], *(" " * len(start) + part for part in parts[1:])] if parts else [start.rstrip()]
+    return "\n".join(lines)

@@ -108,7 +108,7 @@ def _rename_damaged(run: Run, damaged: Mapping[int, str], resumed_step: int) -> 
             ) from None
         print(
             f"checkpoint step_{step} is damaged at {name} and is now called {renamed.name}; "
-            f"training goes on from step {resumed_step}",
+            f"training resumes from step {resumed_step}",
             file=sys.stderr,
         )
 
@@ -135,6 +135,6 @@ def _state(stored: Any, folder: Path) -> State:
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else "steps of another place"
         raise UserError(
             f"{folder}/state.json is not as this version of adclr writes it ({reason[:200]}); "
-            "delete that directory to go on from an older one, or choose another --out"
+            "delete that directory to resume from an older one, or choose another --out"
         ) from None
     return state

@@ -106,7 +106,7 @@ class Writer:
             return
         if self.failed >= MAX_FAILED:
             raise self._final_error(self.error)
-        self.say(f"{self._describe(self.error)}; training goes on, and the next checkpoint is tried when it is due")
+        self.say(f"{self._describe(self.error)}; training continues, and the next checkpoint is tried when it is due")
 
     def _copy_to_host(self, part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors into memory that is reused by later saves, since pinning it takes longer than filling it."""
@@ -148,8 +148,8 @@ class Writer:
     def _final_error(self, error: OSError) -> UserError:
         steps = self.run.steps()
         where = f"from step {steps[-1]}, the last that was saved" if steps else "from the start"
-        remedy = "make room there" if error.errno in DISK_FULL else "see to that disk"
-        return UserError(f"{self._describe(error)}; {remedy}, and the same command goes on {where}")
+        remedy = "make room there" if error.errno in DISK_FULL else "check that disk"
+        return UserError(f"{self._describe(error)}; {remedy}, and the same command resumes {where}")
 
 
 def _host_memory(like: Tensor) -> Tensor:

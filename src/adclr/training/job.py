@@ -302,7 +302,7 @@ def _check_resumable(launched: Launch, state: checkpoint.State, now: Stamps | No
     if state.step > steps * settings.train.epochs or batch % (state.processes * state.micro_batch_size):
         raise UserError(
             f"{run.checkpoints}/step_{state.step} has {state.step} steps done by {state.processes} processes of "
-            f"{state.micro_batch_size} images at once, which its settings do not allow; delete it to go on from another"
+            f"{state.micro_batch_size} images at once, which its settings do not allow; delete it to resume another"
         )
 
 

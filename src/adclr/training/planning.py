@@ -76,7 +76,7 @@ def plan_run(
 ) -> dict[str, Any]:
     """Print the plan of a run, write it as JSON to `file`, and return it."""
     if machine.num_processes() > 1:
-        raise UserError("a plan is made by one process; leave out torchrun and say --gpus")
+        raise UserError("a plan is made by one process; leave out torchrun and give --gpus")
     for path in (out, file):
         if path is not None:
             check_writable(path)
@@ -88,7 +88,9 @@ def plan_run(
     local = settings.train.batch_size // num_gpus
     steps = settings.train.epochs * (count // settings.train.batch_size)
     if gpu is None and num_gpus > 1 and machine.gpu_bytes(settings.train.device) is None:
-        raise UserError(f"--gpus {num_gpus} was said but there is no GPU here to measure; say which as --gpu NAME")
+        raise UserError(
+            f"--gpus {num_gpus} needs the kind of GPU, since this machine has none to measure; give --gpu NAME"
+        )
     from adclr.training import plan_trial
 
     sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
@@ -126,7 +128,9 @@ def _settle(
             f"give the images, or their number as --images N; {'not both' if path else 'neither was given'}"
         )
     if gpu and settings.train.precision == "float32":
-        raise UserError("the model of a GPU is of bfloat16; leave out train.precision=float32, or --gpu to measure")
+        raise UserError(
+            "estimates for a GPU are in bfloat16; leave out train.precision=float32, or leave out --gpu to measure"
+        )
     index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
     store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
     source = open_source(path, index, allowed) if path else None
@@ -135,7 +139,7 @@ def _settle(
     memory = int(gpu.gib * GIB) if gpu else machine.gpu_bytes(settings.train.device)
     if source is None:
         side = ASSUMED_SIDE
-        assumed = [f"the images are taken to be of {side} pixels; name them, or a --recipe, to know better"]
+        assumed = [f"image size assumed: {side} pixels; give the images or a --recipe for a better plan"]
     else:
         side, assumed = collection.median_side(source), []
     choice = auto.choose(images or 0 if source is None else len(source), side, memory)
@@ -173,8 +177,8 @@ def estimate_device(
     rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus, total_steps)
     share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
     basis = (
-        f"ESTIMATED, not measured, for {gpu.name} of {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, of "
-        f"which {share:.0%} are taken to be reached; without --gpu, on that GPU, it is measured"
+        f"ESTIMATED, not measured: {gpu.name} with {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, "
+        f"of which {share:.0%} are assumed to be reached; on that GPU, leave out --gpu to measure"
     )
     return Device(basis, False, True, gpu.gib, free, fixed, image_bytes, micro, rate)
 
@@ -210,11 +214,11 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
         )
     name = torch.cuda.get_device_name(device) if on_gpu else f"the {machine.cpu_count()} CPU cores of this machine"
     images = f"{timed.accumulate} × {timed.micro_batch}" if timed.accumulate > 1 else f"{timed.micro_batch}"
-    basis = f"measured on {name}, {total / GIB:.1f} GiB free, by steps of {images} images of noise"
+    basis = f"measured on {name}, {total / GIB:.1f} GiB free, with steps of {images} random images"
     if not on_gpu:
         if timed.slowdown > 1.2:
-            basis += f", as if they were free: beside what runs there now it takes {timed.slowdown:.1f} times as long"
-        basis += "; it has no GPU, or was told not to use it: --gpu h200 says what one would do"
+            basis += f"; times are for idle cores, and other programs make it {timed.slowdown:.1f} times slower now"
+        basis += "; no GPU is used here: --gpu h200 estimates one"
     return Device(basis, True, on_gpu, total / GIB, free, fixed, image_bytes, micro, timed.images_per_second)
 
 
@@ -240,8 +244,8 @@ def _report(
     elif device.measured and decoded:  # the decoding speed of another machine is not known
         if decoded < rate:
             warnings.append(
-                f"images are decoded more slowly ({decoded:.0f}/s) than the step takes them ({rate:.0f}/s), so the "
-                "time is theirs; smaller files or data.max_side help"
+                f"decoding ({decoded:.0f} images/s) is slower than training ({rate:.0f} images/s) and sets the time; "
+                "use smaller files or data.max_side"
             )
         rate = min(rate, decoded)
     hours = steps * batch / rate / 3600
@@ -250,7 +254,7 @@ def _report(
     disk = _disk(settings, source, count, steps)
     disk["free_gb"] = None if out is None else _free_bytes(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
-        warnings.append(f"{out} has room for {format_size(disk['free_gb'])}, less than is needed; choose another --out")
+        warnings.append(f"{out} has {format_size(disk['free_gb'])} free, less than the run needs; choose another --out")
     parameters = plan_cost.parameters(settings)
     return {
         "data": settings.data.path or None,
@@ -329,24 +333,24 @@ def describe(plan: Mapping[str, Any]) -> list[str]:
         "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
         f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
         "basis": plan["basis"],
-        "memory": f"{memory['fixed_gib']:.2f} GiB and {memory['image_gib']:.3f} GiB for each image: "
-        f"{memory['images_that_fit']} images fit at once{on_each}",
+        "memory": f"{memory['fixed_gib']:.2f} GiB plus {memory['image_gib']:.3f} GiB per image: "
+        f"up to {memory['images_that_fit']} images per step fit{on_each}",
         "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
         f"images{on_each}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
         "time": f"{format_duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{format_duration(time['seconds_per_epoch'])} an epoch, {time['gflop_per_image']:.3g} GFLOP an image; "
+        f"{format_duration(time['seconds_per_epoch'])} per epoch, {time['gflop_per_image']:.3g} GFLOP per image; "
         + _describe_rates(time),
         "disk": f"{sizes['total']}: {disk['checkpoints']} checkpoints of {sizes['checkpoint']} (one of them while it "
         f"is written), backbone {sizes['backbone']}, logs {sizes['logs']}, index {sizes['index']}"
         + ("" if free is None else f"; {format_size(free)} are free"),
     }
     if decoded:
-        storage = {"gpu": "kept on the GPU", "ram": "kept in memory"}.get(
-            decoded["kept"], "decoded anew in every epoch"
+        storage = {"gpu": "cached on the GPU", "ram": "cached in memory"}.get(
+            decoded["kept"], "decoded again in every epoch"
         )
         rows["images"] = (
             f"{format_size(decoded['gib'] * (GIB / GB))} when decoded: {storage}; about "
-            f"{decoded['images_per_second']:.0f} images/s are decoded by {decoded['threads']} threads here"
+            f"{decoded['images_per_second']:.0f} images/s are decoded by {decoded['threads']} threads"
         )
     lines = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
     return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in lines]

@@ -103,7 +103,7 @@ class Signals:
         if distributed.is_main():
             reason = "another process was told to stop" if self.caught is None else self.caught.name
             print(
-                f"{reason}: ended after step {done}, which is saved; the same command goes on from it", file=sys.stderr
+                f"{reason}: ended after step {done}, which is saved; the same command resumes from it", file=sys.stderr
             )
         raise Stopped(SAVED)
 

@@ -50,7 +50,7 @@ class Architecture(Section):
     num_heads: Width = Field(6, description="heads")
     patch_size: Side = Field(16, description="pixels")
     input_size: tuple[Side, Side] = Field((224, 224), description="height and width positions are stored for")
-    num_registers: int = Field(0, ge=0, le=1024, description="register tokens")
+    num_registers: int = Field(0, ge=0, le=1024, description="number of register tokens")
     num_channels: Annotated[int, Field(ge=1, le=256)] = Field(3, description="of the images")
     layer_scale: Positive | None = Field(None, description="initial LayerScale")
     query_keys: Literal["image", "patches", "image_and_self", "all"] = Field(
@@ -59,7 +59,7 @@ class Architecture(Section):
     position_resampling: Literal["antialias", "plain", "offset"] = Field(
         "antialias", description="see model.position_resampling"
     )
-    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the norms")
+    norm_eps: Annotated[float, Field(gt=0, le=0.1)] = Field(1e-6, description="epsilon of the layer norms")
     query_read_only_blocks: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="see model.query_read_only_blocks"
     )

@@ -38,7 +38,7 @@ def save(run: Run, step: int, parts: Parts, state: Mapping[str, Any], keep: int)
     except OSError as error:
         raise UserError(
             f"the checkpoint of step {step} cannot be written to {run.checkpoints} ({error.strerror or error}); "
-            "make room there, and the same command goes on from the checkpoint before"
+            "make room there, and the same command resumes from the checkpoint before"
         ) from None
 
 
@@ -155,7 +155,7 @@ def load(folder: Path, names: Sequence[str]) -> tuple[Parts, Any]:
     damaged = find_damage(folder, [*(f"{name}.safetensors" for name in names), "state.json"])
     if damaged is not None:
         raise UserError(
-            f"checkpoint {folder} is damaged at {damaged}; delete that directory to go on from an older one"
+            f"checkpoint {folder} is damaged at {damaged}; delete that directory to resume from an older one"
         )
     return {name: read_tensors(folder / f"{name}.safetensors") for name in names}, read_json(folder / "state.json")
 

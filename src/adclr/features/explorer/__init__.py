@@ -16,11 +16,11 @@ from adclr.system.optional import require
 class ExplorerSettings(Section):
     """Settings of `adclr explore`."""
 
-    size: Side | None = Field(
-        None, description="shorter side of images in the network, pixels; null: what it was trained at"
+    size: Side | None = Field(None, description="shorter side of the images, pixels; null: the size of training")
+    num_images: Count | None = Field(
+        500, description="limit of the number of images, spread over the collection; null: all"
     )
-    num_images: Count | None = Field(500, description="images at most, spread over the collection; null: all")
-    max_gib: Positive = Field(4.0, description="memory for what is kept of them; 3.8 MB an image for ViT-S/16 at 224")
+    max_gib: Positive = Field(4.0, description="memory limit, GiB; ViT-S/16 at 224 pixels needs 3.8 MB per image")
     device: Device = Field("auto", description="auto: the GPU if there is one")
 
 

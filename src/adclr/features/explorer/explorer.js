@@ -94,22 +94,22 @@ const point = newest(async () => {
     if (number !== chosen() || !state.patch) return;
     const cell = [column / columns, row / rows, (column + 1) / columns, (row + 1) / rows];
     draw(panels[model].patch.canvas, images[number].picture, PANEL, { bytes: unpack(text), rows, columns, channels: 1 }, [cell]);
-    panels[model].patch.note.textContent = "like the patch pointed at";
+    panels[model].patch.note.textContent = "similarity to the patch under the pointer";
   }
   document.body.dataset.pointed = String(Number(document.body.dataset.pointed ?? 0) + 1);
 });
 
-const failed = (error) => { $("progress").textContent = `that did not work: ${error.message}`; };
+const failed = (error) => { $("progress").textContent = `error: ${error.message}`; };
 const run = (work) => work().catch(failed);
 
 // -- painting --
 
-const VIEWS = { query: "where the query looks", match: "what is like the box", cls: "where [CLS] looks", components: "components" };
+const VIEWS = { query: "attention of the query", match: "similarity to the box", cls: "attention of [CLS]", components: "components" };
 const MEANINGS = {
-  query: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean; colors fade where no patch gets twice the mean",
-  match: "cosine, from 0 to 1, of the box and the best window of its size that a patch is part of; the frame is the best of all",
-  cls: "attention, from 0 to the top 0.5 % of patches, at least twice the mean; × is times the mean; colors fade where no patch gets twice the mean",
-  components: "the first three principal components of all patches of all images as red, green and blue",
+  query: "attention from 0 to the top 0.5 % of patches, or to twice the mean if that is more; × is a multiple of the mean; pale: no patch gets twice the mean",
+  match: "cosine similarity, from 0 to 1, of the box and the best window of its size at each patch; the frame is the best window",
+  cls: "attention from 0 to the top 0.5 % of patches, or to twice the mean if that is more; × is a multiple of the mean; pale: no patch gets twice the mean",
+  components: "first three principal components of the patches of all images, as red, green and blue",
 };
 
 function paint() {
@@ -226,7 +226,7 @@ function clearPatch() {
   state.patch = null;
   for (const panel of panels) {
     draw(panel.patch.canvas, images[chosen()].picture, PANEL, null);
-    panel.patch.note.textContent = "point at a patch of the image, tap it, or press Alt and an arrow";
+    panel.patch.note.textContent = "point at a patch, tap it, or press Alt and an arrow key";
   }
 }
 

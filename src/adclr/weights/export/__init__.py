@@ -145,7 +145,7 @@ def check(vit: VisionTransformer, written: Export) -> list[str]:
     try:
         program, outputs = written.reader()
     except ImportError as error:
-        return [f"not tried: {error.name or error} is not installed here"]
+        return [f"not checked: {error.name or error} is not installed"]
     patch, (height, width) = vit.patch_size, vit.input_size
     other = (patch * max(1, vit.grid[0] // 2 + 1), patch * max(2, vit.grid[1] // 2))
     sizes = [(height, width), other] if written.any_size else [(height, width)]
@@ -158,8 +158,10 @@ def check(vit: VisionTransformer, written: Export) -> list[str]:
             worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp(min=1)))
     tried_sizes = " and ".join(f"{h}x{w}" for h, w in sizes)
     if not worst <= TOLERANCE:
-        raise UserError(f"{program} gives other outputs, by {worst:.1e}, so nothing was written; try another version")
-    return [f"{program} reads it and gives the same outputs, to {worst:.0e}, on images of {tried_sizes} pixels"]
+        raise UserError(
+            f"outputs of {program} differ by {worst:.1e}, so nothing was written; try another version of it"
+        )
+    return [f"{program} loads these weights; outputs agree to {worst:.0e} on images of {tried_sizes} pixels"]
 
 
 def _sync(path: Path) -> None:

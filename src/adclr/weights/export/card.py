@@ -88,7 +88,7 @@ def _summary(weights: Weights, settings: Settings | None) -> str:
     if isinstance(settings, DistillSettings):
         kind = "A Vision Transformer" if weights.network is None else "A network"
         teacher = last_part(settings.distill.teacher)
-        return f"{kind} trained without labels by ADCLR to give the features of {_cell(teacher)}."
+        return f"{kind} distilled without labels by ADCLR to reproduce the features of {_cell(teacher)}."
     method = "ADCLR" if settings.views.num_queries and settings.method.query_weight else "DINO"
     if settings.masked:
         method = "ADCLR*" if method == "ADCLR" else "iBOT"
@@ -104,7 +104,7 @@ def _images(weights: Weights) -> dict[str, object]:
     rows: dict[str, object] = {
         "size": f"{height}x{width} pixels; any other{divisible}",
         "channels": weights.vit.num_channels,
-        "values": f"0 to 1, minus {mean}, over {std}",
+        "values": f"0 to 1, minus mean {mean}, divided by standard deviation {std}",
     }
     return rows | ({"white": weights.max_value} if weights.max_value else {})
 

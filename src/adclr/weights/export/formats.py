@@ -49,8 +49,8 @@ def _resampling_notes(vit: VisionTransformer, program: str, ways: tuple[str, ...
         return ()
     height, width = vit.input_size
     return (
-        f"on images of another size than {height}x{width} pixels {program} resamples positions in another way, so that "
-        "outputs differ a little there",
+        f"on images of another size than {height}x{width} pixels, {program} resamples positions differently, so that "
+        "outputs differ slightly",
     )
 
 
@@ -169,7 +169,7 @@ model = timm.create_model("{name}", num_classes=0, checkpoint_path="model.safete
 features = model.eval()(images)  # a vector for each image
 maps = model.forward_features(images)  # the last map of features
 
-# or, of the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)
+# or load the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)
 ```
 """
     return Export("timm", usage, reader)
@@ -213,7 +213,7 @@ def _timm(weights: Weights, folder: Path) -> Export:
     norm = f", norm_layer=partial(torch.nn.LayerNorm, eps={vit.norm_eps!r})" if odd_norm else ""
     imports = "from functools import partial\n\nimport torch\n" if odd_norm else ""
     shorter = (
-        '\n# or, of the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)' if not odd_norm else ""
+        '\n# or load the whole folder: timm.create_model("local-dir:FOLDER", pretrained=True)' if not odd_norm else ""
     )
     usage = f"""
 ```python
