@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
+from adclr.data.collection import describe_inside
 from adclr.data.sets import scenes
 from adclr.study import figure, table
 from adclr.study.fingerprints import compute_fingerprints
@@ -17,6 +18,7 @@ from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_ce
 from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
+from adclr.system.outputs import is_searched
 from adclr.system.text import printable, printable_lines
 
 NUM_TRAIN_PIXELS, NUM_VAL_PIXELS = 200, 100  # scenes with labeled pixels
@@ -35,6 +37,10 @@ def run_study(
     study = read_study(file)
     folders = _check_folders(study, data)
     store = Results(results if results is not None else file.parent / "results", compute_fingerprints(study, folders))
+    for folder in (folders[name] for name in sorted(folders) if name != SCENES):
+        for path, option in ((store.folder, "--results"), (out, "--out")):
+            if is_searched(path, [folder]):
+                raise UserError(describe_inside(path, folder, option))
     check_writable(store.folder)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or say --overwrite to replace it"

@@ -43,6 +43,7 @@ GPU_WARMUP, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2
 # takes seconds for each. With 2 images the update, whose time does not depend on them, would count 32 times as much as
 # in batches of 64.
 CPU_STEPS, CPU_STEP_SECONDS, CPU_MIN_IMAGES, CPU_MAX_IMAGES = 3, 3.0, 2, 64
+CPU_MAX_SECONDS = 30.0  # of a step, however busy the machine is
 VIEW_SECONDS = 1.0
 DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most
 NUM_VIEWED = 8  # images whose views are timed
@@ -141,8 +142,10 @@ def time_steps(
 
     num_images = min(local_batch, CPU_MIN_IMAGES)
     steps = _StepMaker(method, settings, device, dtype, split(num_images)[1], total_steps)
-    _, spent = _cpu_seconds(steps.make(*split(num_images), False, warmup=1), 1)
-    images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * num_images / spent)))
+    free, spent = _cpu_seconds(steps.make(*split(num_images), False, warmup=1), 1)
+    # by the time on free cores, so that a busy machine does not change what is measured, but how long that takes
+    seconds = max(free, spent * CPU_STEP_SECONDS / CPU_MAX_SECONDS)
+    images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * num_images / seconds)))
     accumulate, micro = split(images)
     free, spent = _cpu_seconds(steps.make(accumulate, micro, False, warmup=1), CPU_STEPS)
     return StepTime(accumulate * micro / free, accumulate, micro, spent / free)
