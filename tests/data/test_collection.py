@@ -166,8 +166,24 @@ def test_a_header_that_was_overwritten_is_damage(folder: ImageFolder, tmp_path: 
     path = tmp_path / "x.tar"
     whole, starts = whole_tar(folder, path)
     path.write_bytes(whole[: starts[4]] + b"x" * 512 + whole[starts[4] + 512 :])
-    with pytest.raises(UserError, match=rf"no member's header at byte {starts[4]} after 4 readable members"):
+    with pytest.raises(UserError, match=rf"the header at byte {starts[4]} is broken or cut off after 4 readable"):
         open_source(path)
+
+
+def test_members_behind_zeros_are_not_passed_over(folder: ImageFolder, tmp_path: Path) -> None:
+    """A block of zeros where a header was, as a disk leaves it that lost a page, or two archives in one file."""
+    path = tmp_path / "x.tar"
+    whole, starts = whole_tar(folder, path)
+    for content in (
+        whole[: starts[4]] + bytes(512) + whole[starts[4] + 512 :],
+        whole[: starts[4]] + bytes(10240) + whole,
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"zeros at byte {starts[4]}, .* and more behind them, after 4 readable"):
+            open_source(path)
+        assert len(open_source(path, allow_damaged=True)) == 4
+    path.write_bytes(whole + bytes(10**6))  # filled up
+    assert len(open_source(path)) == 10
 
 
 @pytest.mark.parametrize("writer", ["w", "w|", "GNU tar", "one zero block", "part of a zero block"])

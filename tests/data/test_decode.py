@@ -406,6 +406,20 @@ def test_a_jpeg_that_claims_more_pixels_than_it_has_is_refused(
             assert decoder(claiming(good, *size)).shape[0] == 3
 
 
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_a_jpeg_of_four_inks_that_is_cut_off_and_closed_is_refused(num_channels: int) -> None:
+    decoder = Decoder(num_channels=num_channels)
+    for data in photographs():
+        with Image.open(io.BytesIO(data)) as photo:
+            whole = encoded(photo.convert("CMYK"), "JPEG")
+        assert decoder(whole).shape == (num_channels, 427, 640)
+        for share in (0.3, 0.9):
+            with pytest.raises(Unreadable, match="ends before all the pixels"):
+                decoder(whole[: int(len(whole) * share)] + b"\xff\xd9")
+    gray = encoded(Image.new("CMYK", (64, 48), (128, 128, 128, 128)), "JPEG")  # as missing data, but all there
+    assert decoder(gray).shape == (num_channels, 48, 64)
+
+
 @pytest.mark.parametrize("color", [(128, 128, 128), (0, 0, 0), (255, 255, 255)])
 @pytest.mark.parametrize("progressive", [False, True])
 def test_plain_colors_are_no_missing_pixels_and_fit_into_few_bytes(

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import adclr as package
 from adclr import cli
 from adclr import study as studies
 from adclr.data.sets import scenes
-from adclr.study.fingerprints import compute_fingerprints
+from adclr.study.fingerprints import compute_fingerprints, is_same
 from adclr.study.jobs import Workspace, build_job
 from adclr.study.results import Results
 from adclr.study.study_file import Cell, Study, read_study
@@ -101,6 +102,46 @@ def test_a_copy_of_the_data_is_the_same_data(tmp_path: Path, labs: dict[str, Pat
     assert changed.training == compute_fingerprints(parsed, {"lab": labs["A"]}).training
     # it could be a file of labels
     assert changed.evaluations != compute_fingerprints(parsed, {"lab": labs["A"]}).evaluations
+
+
+def test_data_of_the_same_names_and_sizes_is_told_apart(tmp_path: Path) -> None:
+    """Uncompressed images of one size, and labels of as many letters."""
+    file = study(tmp_path, **ONE)
+    parsed, cell = read_study(file), read_study(file).cells[0]
+    for name, color in (("A", "red"), ("B", "blue")):
+        for number in range(5):
+            image = tmp_path / name / "train" / "one" / f"{number}.bmp"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), color).save(image)
+        (tmp_path / name / "labels.csv").write_text("0.bmp,cat\n")
+    first, second = (compute_fingerprints(parsed, {"lab": tmp_path / name}) for name in "AB")
+    assert not is_same(str(first.training), str(second.training))
+    assert not is_same(first.evaluations["lab"], second.evaluations["lab"])
+    results = Results(tmp_path / "results", first)
+    written = results.file(cell)
+    written.parent.mkdir(parents=True)
+    written.write_text(json.dumps({"fingerprint": first.training}))
+    assert Results(tmp_path / "results", second).file(cell) not in (written, tmp_path)
+    shutil.rmtree(tmp_path / "B")
+    shutil.copytree(tmp_path / "A", tmp_path / "B")
+    assert compute_fingerprints(parsed, {"lab": tmp_path / "B"}) == first
+    (tmp_path / "B" / "labels.csv").write_text("0.bmp,dog\n")
+    corrected = compute_fingerprints(parsed, {"lab": tmp_path / "B"})
+    assert corrected.training == first.training
+    assert not is_same(corrected.evaluations["lab"], first.evaluations["lab"])
+
+
+def test_fingerprints_of_names_and_sizes_are_still_compared(tmp_path: Path, labs: dict[str, Path]) -> None:
+    """Results that are in the repository have those, without a hash of contents."""
+    parsed = read_study(study(tmp_path, **ONE))
+    for prints in (compute_fingerprints(parsed, {"lab": labs[name]}) for name in "AB"):
+        for current in (str(prints.training), *prints.evaluations.values()):
+            names, _, contents = current.partition(".")
+            assert (len(names), len(contents)) == (32, 32)
+            assert is_same(names, current)
+            assert is_same(current, names)
+            assert not is_same("0" * 32, current)
+            assert not is_same(f"{names}.{'0' * 32}", current)
 
 
 def test_results_that_say_nothing_of_their_data_are_taken(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 import adclr as package
 from adclr import cli, demo
@@ -19,7 +22,9 @@ from adclr.config.parsing import UserError
 from adclr.data.collection import open_source
 from adclr.data.sources import Files, ImageFolder
 from adclr.system import outputs
+from adclr.system.outputs import is_searched
 from adclr.system.runs import Run
+from adclr.training import launch
 from adclr.weights import snapshot
 from adclr.weights.backbone import architecture, save_backbone
 from studied import store_results, study
@@ -288,6 +293,55 @@ def test_a_folder_that_is_searched_for_images_is_no_output(collection: Path, tmp
     assert sorted(collection.rglob("*")) == before
 
 
+def test_no_file_goes_among_the_images_either(
+    collection: Path, weights: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, data, plan = sorted(collection.rglob("*")), str(collection), ["--recipe", "demo"]
+    shutil.copytree(run, tmp_path / "run")
+    Run(tmp_path / "run").write_settings(tiny(path=data))
+    for folder in (collection, collection / "disc" / "new", tmp_path / "elsewhere"):
+        for words in (
+            ["embed", str(weights), data, "--out", str(folder / "f.parquet"), "device=cpu"],
+            ["plan", data, "--json", str(folder / "p.json"), *plan],
+            ["evaluate", "matching", "--weights", str(weights), "--data", data, "--out", str(folder / "q.json")],
+            ["report", str(tmp_path / "run"), "--out", str(folder / "page.html")],
+        ):
+            if folder.name == "elsewhere" and words[0] in ("evaluate", "report"):
+                continue  # where a link leads is known only to who has searched
+            with pytest.raises(SystemExit, match="2"):
+                cli.main(words)
+            assert "lies in the collection" in capsys.readouterr().err
+    assert sorted(collection.rglob("*")) == before
+    assert not list((tmp_path / "elsewhere").glob("*.[!p]*"))
+
+
+def test_a_run_is_not_among_the_labeled_images_of_its_probe(collection: Path, images: Path, tmp_path: Path) -> None:
+    for name in ("data", "held_out"):
+        values = {f"probe.{name}": str(collection), "batch_size": 8}
+        with pytest.raises(UserError, match=r"lies in the collection .*photos, where"):
+            launch.prepare(images / "train", collection / "disc" / "run", "demo", values)
+        launch.prepare(images / "train", tmp_path / "run", "demo", values)
+
+
+def test_a_study_does_not_write_into_its_data(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its results would count as files of labels, so that it never found its scores again."""
+    file = study(tmp_path)
+    for words in (["--results", str(images / "results")], ["--out", str(images / "runs"), "--results", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["study", str(file), *words, f"photos={images}"])
+        assert f"lies in the collection {images}, where" in capsys.readouterr().err
+
+
+def test_a_folder_has_one_identity_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that does not tell Photos from photos, where the real paths of the two differ."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "Photos").symlink_to("photos")
+    monkeypatch.setattr(os.path, "realpath", os.path.abspath)
+    assert is_searched(tmp_path / "Photos", [tmp_path / "photos"])
+    assert is_searched(tmp_path / "Photos" / "new", [tmp_path / "photos"])
+    assert not is_searched(tmp_path / "new", [tmp_path / "photos"])
+
+
 def test_every_kind_of_collection_knows_what_it_is_searched_in(collection: Path, tmp_path: Path) -> None:
     whole = open_source(collection)
     assert whole.holds(collection)
@@ -308,6 +362,12 @@ def test_every_kind_of_collection_knows_what_it_is_searched_in(collection: Path,
         archive.add(first, "a.png")
     for name in (tmp_path / "shards", f"{tmp_path}/shards/*.tar"):
         assert open_source(name).holds(tmp_path / "shards")
+        assert not open_source(name).holds(tmp_path / "elsewhere")
+    (tmp_path / "tables").mkdir()
+    table = pyarrow.table({"image": [first.read_bytes()]})
+    parquet.write_table(table, tmp_path / "tables" / "a.parquet")
+    for name in (tmp_path / "tables", tmp_path / "tables" / "a.parquet"):  # with a picture either is a folder of images
+        assert open_source(name).holds(tmp_path / "tables")
         assert not open_source(name).holds(tmp_path / "elsewhere")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,22 @@ def test_a_slow_model_is_timed_by_two_images(images: Path, monkeypatch: pytest.M
     plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
     assert set(taken) == {2}
     assert plan["time"]["steps_images_per_second"] == pytest.approx(100, rel=0.5)
+
+
+@pytest.mark.parametrize(("slowdown", "expected"), [(1, 8), (9, 8), (200, 2)])
+def test_a_busy_machine_does_not_change_how_many_images_are_timed(
+    images: Path, monkeypatch: pytest.MonkeyPatch, slowdown: float, expected: int
+) -> None:
+    """Unless a step took minutes: an update that takes as long for 2 images as for 8 would count four times."""
+
+    def seconds(work: Callable[[], object], _: int) -> tuple[float, float]:
+        work()
+        return 0.5, 0.5 * slowdown
+
+    monkeypatch.setattr(plan_trial, "_cpu_seconds", seconds)
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
+    assert f"by steps of {expected} images of noise" in " ".join(plan["basis"].split())
 
 
 @pytest.mark.usefixtures("one_thread")

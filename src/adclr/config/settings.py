@@ -364,7 +364,7 @@ class Settings(Section):
         channels = self.model.num_channels
         for name, numbers in (("mean", self.data.mean), ("std", self.data.std)):
             if len(numbers) != channels:
-                example = [0.5 if name == "mean" else 0.25] * min(channels, 4)
+                example = [0.5 if name == "mean" else 0.25] * min(channels, 16)
                 raise ValueError(
                     f"data.{name} has {len(numbers)} numbers where model.num_channels={channels}; "
                     f"set data.{name} to the images' own, such as {example}"

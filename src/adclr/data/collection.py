@@ -164,10 +164,14 @@ def choose_recipe(source: Source, device: str) -> Choice:
     return choose(len(source), median_side(source), gpu_bytes(device))
 
 
-def check_apart(out: Path, source: Source, option: str = "--out") -> None:
-    """Refuse a folder in which the images of a collection are searched for, or one below it."""
-    if source.holds(out):
-        raise UserError(
-            f"{out} lies in the collection {source.root}, where what is written would be taken for images; "
-            f"choose another {option}"
-        )
+def check_apart(out: Path, source: Source, option: str = "--out", is_file: bool = False) -> None:
+    """Refuse a folder in which the images of a collection are searched for, or one below it, or a file there."""
+    if source.holds(out.parent if is_file else out):
+        raise UserError(describe_inside(out, source.root, option))
+
+
+def describe_inside(out: str | Path, root: str | Path, option: str = "--out") -> str:
+    """Return the sentence by which an output that lies in a collection is refused."""
+    return (
+        f"{out} lies in the collection {root}, where what is written would be taken for images; choose another {option}"
+    )

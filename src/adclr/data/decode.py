@@ -40,6 +40,7 @@ WIDTH, HEIGHT, SAMPLES, EXTRA_SAMPLES = 256, 257, 277, 338  # tags of TIFF; extr
 OFFSETS = (273, 324)  # tags with the offsets of strips or tiles
 ALPHA = (1, 2)  # values of EXTRA_SAMPLES
 MISSING = 128  # the value of all channels that libjpeg gives pixels beyond the end of a file
+INK_MISSING = {MISSING, 255 - MISSING}  # the same in files of four inks, as stored or reversed
 FILLER = bytes(range(16, 240, 3))  # data that contain no marker and are not all zero
 A_TIFF = "a TIFF file among the images"  # in errors about missing packages
 # EXIF orientations whose rows are columns, and those whose columns or rows are reversed
@@ -164,6 +165,8 @@ class Decoder:
             if is_deep(image, data):
                 return self._deep_tiff(data)
             image.load()
+            if header is not None and not header.plain and set(_last_pixel(image)) <= INK_MISSING:
+                self._check_end(data)
             if image.mode in DEEP_MODES:
                 gray = to_bytes(np.asarray(image), self.max_value)
                 pixels = np.repeat((255 - gray if tags.get(262) == 0 else gray)[None], self.num_channels, axis=0)
@@ -254,6 +257,11 @@ def to_bytes(values: NDArray[Any], max_value: float | None) -> NDArray[np.uint8]
         fractions = np.issubdtype(values.dtype, np.floating) and top <= 1
         max_value = 1.0 if fractions else next((float(white) for white in WHITES if top <= white), top)
     return np.asarray((numbers * (255.0 / max_value)).clip(0, 255).round().astype(np.uint8))
+
+
+def _last_pixel(image: Image.Image) -> tuple[int, ...]:
+    value: Any = image.getpixel((image.width - 1, image.height - 1))
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _by_pillow(data: bytes) -> NDArray[Any]:

@@ -17,10 +17,11 @@ from typing import Any
 
 from adclr.config import parsing
 from adclr.config.parsing import UserError
-from adclr.data.sources import is_searched
+from adclr.data.collection import describe_inside
 from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
+from adclr.system.outputs import is_searched
 from adclr.system.runs import provenance
 from adclr.system.stores.urls import conceal, is_remote
 from adclr.system.text import as_utf8, printable, printable_lines
@@ -39,7 +40,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "detection": (PICTURE, FOLDER),
 }
 # folders of a data set that are searched for images; a labeled folder without any of them is searched as a whole
-LABELED = ("knn", "linear", "finetune", "transfer")
+LABELED = ("knn", "linear", "finetune", "transfer", "matching")
 SEARCHED = ("train", "val", "images", "labels", "annotations", "JPEGImages", "Annotations")
 NAMES = tuple(WRITES)
 
@@ -124,13 +125,17 @@ def _check_output(name: str, settings: Any, out: Path, prefix: Path, overwrite: 
     if FOLDER in writes and os.path.lexists(prefix) and not overwrite and not _is_output(prefix):
         raise UserError(f"{prefix} was not written by adclr evaluate; {outputs.REMEDY}")
     for data in settings.data if isinstance(settings.data, tuple) else (settings.data,):
-        root = data if os.path.isdir(data) else data.partition(":")[2]
-        folders = [folder for part in SEARCHED if os.path.isdir(folder := os.path.join(root, part))]
-        folders = folders or [root] * (name in LABELED)
-        if writes and root and is_searched(out.parent, folders):
-            raise UserError(
-                f"{out} lies in the collection {root}, where pictures would be taken for images; choose another --out"
-            )
+        if is_searched(out.parent, searched_folders(name, data)):
+            raise UserError(describe_inside(out, data))
+
+
+def searched_folders(name: str, data: str) -> list[str]:
+    """Return the folders of a data set in which an evaluation searches for images; none if it is in a store."""
+    root = data if os.path.isdir(data) else data.partition(":")[2]
+    if not root or is_remote(data):
+        return []
+    folders = [folder for part in SEARCHED if os.path.isdir(folder := os.path.join(root, part))]
+    return folders or [root] * (name in LABELED)
 
 
 def _is_output(folder: Path) -> bool:

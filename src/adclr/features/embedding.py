@@ -152,8 +152,7 @@ def embed_collection(
     check_writable(out)
     Parts.check(out, kind)
     source = open_source(images)
-    if out.suffix != ".parquet":
-        collection.check_apart(out, source)
+    collection.check_apart(out, source, is_file=out.suffix == ".parquet")
     device = select_device(settings.device)
     loaded = load_weights(weights, partial, networks=True)
     network = Network(loaded, settings, dense, device)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from adclr.config.parsing import UserError
+from adclr.data.collection import describe_inside
 from adclr.report.page import render_page
 from adclr.report.record import read_record
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically
+from adclr.system.outputs import is_searched
 
 FILE = "report.html"
 
 
 def write_report(runs: Sequence[str], out: Path | None, overwrite: bool = False) -> Path:
     """Write the page and return its path: `out`, by default report.html in the directory of a single run."""
+    is_chosen = out is not None
     if out is None:
         if len(runs) > 1:
             raise UserError("a report of several runs belongs to none of them; say where it goes with --out FILE")
@@ -24,6 +28,10 @@ def write_report(runs: Sequence[str], out: Path | None, overwrite: bool = False)
     check_writable(out)
     outputs.check_overwrite("report", [out], overwrite)
     records = [read_record(path) for path in runs]
+    for record in records if is_chosen else ():
+        data = record.settings.get("data.path")
+        if isinstance(data, str) and os.path.isdir(data) and is_searched(out.parent, [data]):
+            raise UserError(describe_inside(out, data))
     if len({record.name for record in records}) < len(records):  # tell them apart by their paths
         records = [replace(record, name=str(record.path)) for record in records]
     write_atomically(out, render_page(records).encode(errors="backslashreplace"), durable=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
+from adclr.data.collection import describe_inside
 from adclr.data.sets import scenes
 from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
@@ -21,6 +22,7 @@ from adclr.study.slurm_queue import split_options
 from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
+from adclr.system.outputs import is_searched
 from adclr.system.text import printable, printable_lines
 from adclr.training import plan_gpus
 
@@ -67,6 +69,10 @@ def run_study(
     if results is None:
         results = shipped.WORKING_RESULTS if is_shipped else file.parent / "results"
     store = Results(results, compute_fingerprints(study, folders))
+    for folder in (folders[name] for name in sorted(folders) if name != SCENES):
+        for path, option in ((store.folder, "--results"), (out, "--out")):
+            if is_searched(path, [folder]):
+                raise UserError(describe_inside(path, folder, option))
     check_writable(store.folder)
     if is_shipped:
         shipped.copy_results(study, store)

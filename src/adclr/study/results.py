@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.study.fingerprints import Fingerprints
+from adclr.study.fingerprints import Fingerprints, is_same, shorten
 from adclr.study.study_file import TRAINING, Cell, Evaluation, Study
 from adclr.system.files import read_json, write_json
 from adclr.system.runs import Run
@@ -62,7 +62,7 @@ class Results:
         fingerprint = self._fingerprint(cell)
         if fingerprint is None:
             return cell.key
-        name = f"{cell.key}-{_shorten(fingerprint)}"
+        name = f"{cell.key}-{shorten(fingerprint)}"
         return name if self._path(name).exists() or self._has_other_data(cell) else cell.key
 
     def _fingerprint(self, cell: Cell) -> str | None:
@@ -151,14 +151,10 @@ class Results:
         return not self.missing_evaluations(cell, study.outline.evaluations)
 
 
-def _shorten(fingerprint: str) -> str:
-    return fingerprint[:8]
-
-
 def _is_of(stored: Any, fingerprint: str | None) -> bool:
     """Return whether a result, or scores, are of data of a fingerprint, as far as both are known."""
     known = stored.get("fingerprint") if isinstance(stored, dict) else None
-    return fingerprint is None or known is None or known == fingerprint
+    return fingerprint is None or known is None or is_same(str(known), fingerprint)
 
 
 def get_score(result: Mapping[str, Any] | None, evaluation: Evaluation) -> float | None:
@@ -207,7 +203,7 @@ def add_scores(
     result = read_json(file)
     first = result["evaluations"].get(evaluation.key)
     same_data = first is None or _is_of(first, fingerprint)
-    key = evaluation.key if same_data or fingerprint is None else f"{evaluation.key}-{_shorten(fingerprint)}"
+    key = evaluation.key if same_data or fingerprint is None else f"{evaluation.key}-{shorten(fingerprint)}"
     result["evaluations"][key] = {
         "name": evaluation.name,
         "data": evaluation.data,

@@ -85,6 +85,29 @@ def check_overwrite(
             raise UserError(f"{path} was not written by adclr {command}; {remedy}")
 
 
+def is_searched(folder: str | Path, searched: Iterable[str | Path]) -> bool:
+    """Return whether a folder, which need not exist yet, is one of these or below one; a hidden folder is not.
+
+    Folders are compared by inode, since a file system may take names of other case for the same.
+    """
+    roots, path = {_identify(root) for root in searched}, Path(os.path.realpath(folder))
+    for parent in (path, *path.parents):
+        if _identify(parent) in roots:
+            return True
+        if parent.name.startswith("."):
+            return False
+    return False
+
+
+def _identify(path: str | Path) -> tuple[int, int] | str:
+    """Return the device and the inode of a folder; the real path of one that does not exist."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
+
+
 def _ends(path: Path) -> bytes:
     """Return the first and the last bytes of a file; none if it cannot be read."""
     try:

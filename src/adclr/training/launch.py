@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adclr import evals
 from adclr.config import auto, parsing
 from adclr.config.distillation import DEFAULT_RECIPE, DistillSettings
 from adclr.config.parsing import UserError
@@ -20,6 +21,7 @@ from adclr.data.file_stamps import Stamps
 from adclr.data.sources import Source
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
+from adclr.system.outputs import is_searched
 from adclr.system.runs import Run
 from adclr.system.stores import cache as store_cache
 from adclr.system.stores import urls as store_urls
@@ -97,6 +99,7 @@ def prepare(
     _warn_of_damage(source)
     if stored is None:
         collection.check_apart(run.path, source)
+        _check_apart_from_probe(run.path, settings)
     if automatic:
         choice = collection.choose_recipe(source, settings.train.device)
         reasons = choice.reasons + reasons
@@ -270,6 +273,14 @@ def _describe_epochs(run: Run, stored: Settings, epochs: int) -> str:
 def _has_other_files(folder: Path) -> bool:
     """Return whether there are files other than those that a start that failed early leaves."""
     return any(path.name not in (".lock", "quarantine.jsonl") for path in folder.iterdir())
+
+
+def _check_apart_from_probe(out: Path, settings: Settings) -> None:
+    """Refuse a run in the data of its probes, which would take its pictures for images of a class."""
+    probe = settings.probe
+    for name, data in (("knn", probe.data), ("incontext", probe.pixels), ("matching", probe.held_out)):
+        if data and is_searched(out, evals.searched_folders(name, data)):
+            raise UserError(collection.describe_inside(out, data))
 
 
 def check_finished(launched: Launch) -> None:

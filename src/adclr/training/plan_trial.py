@@ -41,10 +41,9 @@ from adclr.training.step import Step, time_calls
 GPU_WARMUP, GPU_STEPS, GPU_REPEATS = 3, 2, 3  # on a GPU the median of 3 times 2 steps is taken
 # On a CPU the median of 3 steps of the whole batch, or of as many images as take about 3 seconds: 2 of a model that
 # takes seconds for each. With 2 images the update, whose time does not depend on them, would count 32 times as much as
-# in batches of 64. The seconds are those of free cores, so that other processes do not change what is timed, unless a
-# step would take more than 15 seconds beside them.
+# in batches of 64.
 CPU_STEPS, CPU_STEP_SECONDS, CPU_MIN_IMAGES, CPU_MAX_IMAGES = 3, 3.0, 2, 64
-CPU_MAX_STEP_SECONDS = 15.0
+CPU_MAX_SECONDS = 30.0  # of a step, however busy the machine is
 VIEW_SECONDS = 1.0
 DECODE_SECONDS, DECODE_BATCH, DECODE_BATCHES = 2.0, 16, 64  # that decoding is timed, at most
 NUM_VIEWED = 8  # images whose views are timed
@@ -144,8 +143,9 @@ def time_steps(
     num_images = min(local_batch, CPU_MIN_IMAGES)
     steps = _StepMaker(method, settings, device, dtype, split(num_images)[1], total_steps)
     free, spent = _cpu_seconds(steps.make(*split(num_images), False, warmup=1), 1)
-    factor = min(CPU_STEP_SECONDS / free, CPU_MAX_STEP_SECONDS / spent)
-    images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(factor * num_images)))
+    # by the time on free cores, so that a busy machine does not change what is measured, but how long that takes
+    seconds = max(free, spent * CPU_STEP_SECONDS / CPU_MAX_SECONDS)
+    images = max(num_images, min(local_batch, CPU_MAX_IMAGES, int(CPU_STEP_SECONDS * num_images / seconds)))
     accumulate, micro = split(images)
     free, spent = _cpu_seconds(steps.make(accumulate, micro, False, warmup=1), CPU_STEPS)
     return StepTime(accumulate * micro / free, accumulate, micro, spent / free)

@@ -84,6 +84,8 @@ def plan_run(
         outputs.check_overwrite("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
     settings, source, reasons = _settle(data, images, recipe, overrides, gpu, out)
     count = len(source) if source is not None else images or 0
+    if file is not None and source is not None:
+        collection.check_apart(file, source, "--json", is_file=True)
     launch.check_batch(settings, count, num_gpus, "GPUs")
     local = settings.train.batch_size // num_gpus
     steps = settings.train.epochs * (count // settings.train.batch_size)

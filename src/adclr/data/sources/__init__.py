@@ -21,6 +21,7 @@ from adclr.data.key_order import examine_keys
 from adclr.data.listing import Facts, Listing, fact
 from adclr.data.listing_builder import SORTED_AT_ONCE, ListingBuilder, SortedNames, Storage, build_listing
 from adclr.data.random_draws import Keys, key_of
+from adclr.system.outputs import is_searched
 from adclr.system.progress import ProgressCount
 from adclr.system.stores.urls import is_remote
 from adclr.system.text import printable
@@ -199,17 +200,6 @@ class Subset(Source):
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the stamp in the whole source."""
         return self.whole.stamp(int(self.chosen[index]))
-
-
-def is_searched(folder: str | Path, searched: Iterable[str | Path]) -> bool:
-    """Return whether a folder, which need not exist yet, is one of these or below one; a hidden folder is not."""
-    roots, path = {os.path.realpath(root) for root in searched}, Path(os.path.realpath(folder))
-    for parent in (path, *path.parents):
-        if str(parent) in roots:
-            return True
-        if parent.name.startswith("."):
-            return False
-    return False
 
 
 def read_file(path: str) -> bytes:

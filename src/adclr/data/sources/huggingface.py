@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
-from adclr.data.sources import Source, is_searched
+from adclr.data.sources import Source
 from adclr.system.optional import require
+from adclr.system.outputs import is_searched
 
 STATE = "state.json"  # a file of every such data set
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from adclr.config.parsing import UserError
 from adclr.data.listing import fact
-from adclr.data.sources import Source, is_searched
+from adclr.data.sources import Source
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoreReader
 from adclr.data.sources.table_files import (
     ParquetFile,
@@ -32,6 +32,7 @@ from adclr.data.sources.table_files import (
 )
 from adclr.system import machine, stores
 from adclr.system.optional import require
+from adclr.system.outputs import is_searched
 from adclr.system.progress import track
 from adclr.system.stores import StoreFile
 from adclr.system.stores.urls import base_name, is_remote
@@ -179,8 +180,16 @@ class Tables(Source):
         return None if (stores.exists(file) if self.reader else os.path.exists(file)) else file
 
     def holds(self, folder: str | Path) -> bool:
-        """Return whether a folder is one that is searched for tables."""
-        return self.reader is None and os.path.isdir(self.root) and is_searched(folder, [self.root])
+        """Return whether a file in this folder could turn a folder of tables into one of images, or be read with them.
+
+        The folder counts also where a single table in it was named.
+        """
+        if self.reader is not None:
+            return False
+        folders = {os.path.dirname(os.path.abspath(file.url)) for file in self.files}
+        return is_searched(folder, [self.root] if os.path.isdir(self.root) else []) or (
+            os.path.realpath(folder) in {os.path.realpath(path) for path in folders}
+        )
 
 
 def _local_file(file: str) -> StoreFile:

@@ -22,9 +22,10 @@ from typing import BinaryIO, cast
 from adclr.config.parsing import UserError
 from adclr.data.listing import Facts, Listing, fact, member_name, shard_titles
 from adclr.data.listing_builder import ListingBuilder, Storage, build_listing, encode
-from adclr.data.sources import SUFFIXES, Source, is_searched
+from adclr.data.sources import SUFFIXES, Source
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
 from adclr.system import stores
+from adclr.system.outputs import is_searched
 from adclr.system.progress import ProgressCount
 from adclr.system.stores import StoreFile
 from adclr.system.stores.urls import is_remote
@@ -33,6 +34,7 @@ from adclr.system.threads import ThreadPool
 LONGEST_LABEL = 256  # bytes of a .cls file
 LONGEST_JSON = 2**16  # bytes of a .json file
 LABELS = ("label", "cls", "class", "class_name", "category")  # keys of a .json file, the first that is there counts
+CHUNK = 2**16  # bytes that are read at once behind the end of an archive, of which there are usually below 10240
 SHARDS_AT_ONCE = 16  # of a store that are indexed at the same time
 Opener = Callable[[str], BinaryIO]
 
@@ -230,7 +232,8 @@ def _end_problem(archive: tarfile.TarFile, size: int) -> str:
 
     An archive ends with two blocks of 512 zero bytes, filled up to 10240: so do those of GNU tar, Python's tarfile and
     WebDataset's TarWriter, also where the last member fills a record exactly. A single zero block, or a part of one, is
-    taken as the end too (GNU tar only warns of it), since no member's header begins with zeros.
+    taken as the end too (GNU tar only warns of it), since no member's header begins with zeros. Anything but zeros
+    behind it is more of the shard, of which a part was lost, or another archive.
     """
     assert archive.fileobj is not None  # it is open
     archive.fileobj.seek(archive.offset)
@@ -238,10 +241,13 @@ def _end_problem(archive: tarfile.TarFile, size: int) -> str:
     if not block:
         return f"it ends at byte {size} without end-of-archive blocks"
     if not block.strip(b"\0"):
+        while rest := archive.fileobj.read(CHUNK):
+            if rest.strip(b"\0"):
+                return f"there are zeros at byte {archive.offset}, which mark its end, and more behind them,"
         return ""
     if len(block) < tarfile.BLOCKSIZE:
         return f"it is cut off inside a header, at byte {size},"
-    return f"there is no member's header at byte {archive.offset}"
+    return f"the header at byte {archive.offset} is broken or cut off"
 
 
 def _refusal(listing: Listing) -> str:
