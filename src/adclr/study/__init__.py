@@ -13,7 +13,7 @@ from adclr.data.sets import scenes
 from adclr.study import figure, table
 from adclr.study.fingerprints import compute_fingerprints
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells
+from adclr.study.runner import Workspace, list_gpus, pending_evaluations, run_cells, with_sources
 from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, read_study
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
@@ -51,6 +51,7 @@ def run_study(
         check_writable(out)
         if SCENES in study.data_names():
             folders[SCENES] = _render_scenes(out / SCENES)
+        possible = with_sources(possible, store, workspace)
         retrained = [
             cell
             for cell in possible
@@ -92,21 +93,22 @@ def _check_folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
 
 def _report_other_data(study: Study, store: Results, folders: Mapping[str, Path]) -> None:
     """Print which results are not used, since they are of other data with the same name."""
-    data = study.outline.data
-    count = store.count_other_data(study.cells)
-    if count:
-        folder = data_folder(data, folders)
-        sentence = f"{count} runs here were trained on other images than those of {folder}; they are not taken"
-        print(printable(sentence), flush=True)
+    for data in study.training_data:
+        cells = [cell for cell in study.cells if cell.data == data]
+        count = store.count_other_data(cells)
+        if count:
+            folder = data_folder(data, folders)
+            sentence = f"{count} runs here were trained on other images than those of {folder}; they are not taken"
+            print(printable(sentence), flush=True)
+        name = data_name(data)
+        count = 0 if name in folders else store.count_several_data(cells)
+        if count:
+            print(f"{count} runs were made on several data sets called {name}; without {name}=DIR the first is taken")
     for title, one in study.outline.evaluations.items():
         count = store.count_scores_of_other_data(study.cells, one)
         if count and one.data is not None:
             folder = data_folder(one.data, folders)
             print(f"{printable(title)}: {count} scores here are of other data than {folder}; they are not taken")
-    name = data_name(data)
-    count = 0 if name in folders else store.count_several_data(study.cells)
-    if count:
-        print(f"{count} runs were made on several data sets called {name}; without {name}=DIR the first is taken")
 
 
 def _report_missing_data(

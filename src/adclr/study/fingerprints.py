@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +20,7 @@ from adclr.study.study_file import SCENES, Study, data_folder, data_name
 class Fingerprints:
     """Fingerprints of the data sets whose folders are known; the others are assumed to be unchanged."""
 
-    training: str | None = None
+    training: Mapping[str, str] = field(default_factory=dict)  # by the `data` of a run
     evaluations: Mapping[str, str] = field(default_factory=dict)  # by the `data` of an evaluation
 
 
@@ -33,14 +34,17 @@ def compute_fingerprints(study: Study, folders: Mapping[str, Path]) -> Fingerpri
     def is_available(data: str) -> bool:
         return data_name(data) in folders and data_name(data) != SCENES and data_folder(data, folders).is_dir()
 
-    training = None
-    if is_available(study.outline.data) and not all(cell.untrained for cell in study.cells):
-        try:
-            training = file_stamps.fingerprint_files(open_source(data_folder(study.outline.data, folders)))
-        except UserError:  # whatever is wrong with it, the first run reports it
-            training = None
+    training = {}
+    for data in {cell.data for cell in study.cells if not cell.untrained and is_available(cell.data)}:
+        with suppress(UserError):  # whatever is wrong with it, the first run reports it
+            training[data] = file_stamps.fingerprint_files(open_source(data_folder(data, folders)))
     names = {one.data for one in study.outline.evaluations.values() if one.data is not None and is_available(one.data)}
     return Fingerprints(training, {data: _hash_files(data_folder(data, folders)) for data in names})
+
+
+def combine_fingerprints(*fingerprints: str) -> str:
+    """Return one fingerprint of several data sets."""
+    return blake2b(json.dumps(fingerprints).encode(), digest_size=16).hexdigest()
 
 
 def _hash_files(folder: Path) -> str:

@@ -80,7 +80,7 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
     """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
     result = results.read(cell)
     has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
-    if not has_weights and data_name(study.outline.data) not in workspace.folders:
+    if not has_weights and not _can_train(cell, results, workspace):
         return None
     pending = [
         one
@@ -88,6 +88,32 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
         if one.data is not None and data_name(one.data) in workspace.folders
     ]
     return pending if pending or (result is None and not cell.untrained) else None
+
+
+def _can_train(cell: Cell, results: Results, workspace: Workspace) -> bool:
+    """Return whether the images of a run are here, and the weights that it needs, or their images."""
+    if cell.untrained:
+        return True
+    source = cell.source
+    has_source = source is None or workspace.has_weights(source, results) or _can_train(source, results, workspace)
+    return has_source and data_name(cell.data) in workspace.folders
+
+
+def with_sources(cells: Sequence[Cell], results: Results, workspace: Workspace) -> list[Cell]:
+    """Return cells and, before each that will be trained, the run whose weights it needs if these are not here."""
+    ordered: dict[str, Cell] = {}
+
+    def add(cell: Cell) -> None:
+        if cell.key in ordered:
+            return
+        source = cell.source
+        if source is not None and not any(workspace.has_weights(one, results) for one in (cell, source)):
+            add(source)
+        ordered[cell.key] = cell
+
+    for cell in cells:
+        add(cell)
+    return list(ordered.values())
 
 
 def run_cells(
@@ -98,11 +124,19 @@ def run_cells(
     workers: list[Worker] = []
     durations: list[float] = []  # seconds, of the runs that are done
     failed: list[str] = []
+    unusable: set[str] = set()  # keys of the runs that failed
     with ProgressLine("study", len(cells)) as line, _open_pipe() as pipe, _stopping(workers):
         while waiting or workers:
             late = minutes is not None and _is_late(begun, minutes, durations)
-            while waiting and free and not late:
-                workers.append(_start(study, waiting.pop(0), results, workspace, free.pop(0), pipe))
+            for cell in list(waiting):
+                if cell.source is not None and cell.source.key in unusable:
+                    waiting.remove(cell)
+                    unusable.add(cell.key)
+                    needed = f"it needs the weights of {cell.source.label}, which failed"
+                    failed.append(f"{cell.label}, seed {cell.seed} ({needed})")
+            while free and not late and (ready := _next_ready(waiting, workers)) is not None:
+                waiting.remove(ready)
+                workers.append(_start(study, ready, results, workspace, free.pop(0), pipe))
             for worker in [one for one in workers if one.process.poll() is not None]:
                 workers.remove(worker)
                 free.append(worker.slot)
@@ -113,6 +147,7 @@ def run_cells(
                 elif code == 2 and not durations:  # a mistake that the next run would repeat
                     raise UserError(f"{worker.name}: {_last_line(worker.log).removeprefix('adclr: ')}")
                 else:
+                    unusable.add(worker.cell.key)
                     failed.append(f"{worker.name} ({_last_line(worker.log)}; {worker.log} has all)")
                     line.say(f"{worker.name}: failed with exit code {code}")
             if late and not workers:
@@ -122,6 +157,12 @@ def run_cells(
     if failed:
         raise UserError(f"{len(failed)} of {len(cells)} runs failed, first {failed[0]}; the same command tries again")
     return waiting
+
+
+def _next_ready(waiting: Sequence[Cell], workers: Sequence[Worker]) -> Cell | None:
+    """Return the first cell whose source is neither waiting nor running."""
+    unfinished = {cell.key for cell in (*waiting, *(worker.cell for worker in workers))}
+    return next((cell for cell in waiting if cell.source is None or cell.source.key not in unfinished), None)
 
 
 def _is_late(begun: float, minutes: float, durations: Sequence[float]) -> bool:
@@ -166,14 +207,19 @@ def _open_pipe() -> Iterator[int]:
 
 def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
     """Return the job of a run, which `worker.run_job` does."""
-    data, folders = study.outline.data, workspace.folders
+    data, folders = cell.data, workspace.folders
+    overrides = dict(cell.overrides)
+    if cell.source is not None:
+        weights = str(workspace.out / results.run_name(cell.source))
+        overrides["distill.teacher" if cell.source_name == "teacher" else "model.init"] = weights
     return {
         "run": str(workspace.out / results.run_name(cell)),
         "result": str(results.file(cell)),
         "data": data_path(data, folders) if data_name(data) in folders else None,
-        "fingerprint": None if cell.untrained else results.fingerprints.training,
+        "fingerprint": results.fingerprint(cell),
+        "command": cell.settings.command,
         "recipe": cell.recipe,
-        "overrides": dict(cell.overrides),
+        "overrides": overrides,
         "identity": cell.identity,
         "untrained": cell.untrained,
         "evaluations": [
