@@ -145,7 +145,8 @@ def _plan(options: Namespace, values: dict[str, Any]) -> None:
 
     gpu = plan_gpus.find_gpu(options.gpu, options.gpu_memory, options.gpu_tflops)
     run = options.data, options.images, options.recipe, values
-    planning.plan_run(*run, gpu, options.gpus, _path(options.out), _path(options.json), options.overwrite)
+    out, file = _path(options.out), _path(options.json)
+    planning.plan_run(*run, gpu, options.gpus, out, file, options.overwrite, options.teacher)
 
 
 def _export(options: Namespace, _: dict[str, Any]) -> None:
@@ -267,6 +268,7 @@ def parser() -> Parser:
     add = command("plan", _plan, "estimate memory, time and disk space of a run", "adclr.config.settings:Settings")
     add("data", nargs="?", metavar="DATA", help=collection)
     add("--images", type=count, metavar="N", help="number of images, instead of DATA")
+    add("--teacher", metavar="W", help="plan adclr distill with these weights; adclr distill --help has its settings")
     add("--recipe", metavar="NAME", help=recipe)
     add("--gpu", metavar="NAME", help="estimate for a GPU that this machine lacks: h200, rtx4090, ...")
     add("--gpu-memory", type=positive, metavar="GiB", help="memory of a GPU that --gpu does not know")

@@ -359,6 +359,10 @@ def recipe_text(name: str, kind: str = "") -> str:
             raise UserError(f"recipe file {name} cannot be read ({reason}); check the path") from None
     names = recipe_names(kind)
     if name not in names:
+        other = {"": "distill", "distill": ""}.get(kind)
+        if other is not None and name in recipe_names(other):
+            use = "adclr distill, or adclr plan --teacher W" if other else "adclr pretrain"
+            raise UserError(f"{name} is a recipe of {use}; choose one of: {', '.join(names)}")
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"there are: {', '.join(names)}" if kind else "--list-recipes shows them"
         hint = f"did you mean '{near[0]}'?" if near else hint

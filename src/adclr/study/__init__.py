@@ -14,7 +14,7 @@ from adclr.data.collection import describe_inside
 from adclr.data.sets import scenes
 from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
-from adclr.study.jobs import Workspace, pending_evaluations, pending_pictures
+from adclr.study.jobs import Workspace, in_rounds, pending_evaluations, pending_pictures, with_sources
 from adclr.study.results import Results
 from adclr.study.runner import list_gpus, run_cells
 from adclr.study.slurm import run_cells_in_slurm
@@ -94,6 +94,7 @@ def run_study(
         check_writable(out)
         if SCENES in study.data_names():
             folders[SCENES] = _render_scenes(out / SCENES)
+        possible = with_sources(possible, store, workspace)
         retrained = [
             cell
             for cell in possible
@@ -106,7 +107,8 @@ def run_study(
                 flush=True,
             )
         if launcher == "slurm":
-            run_cells_in_slurm(study, possible, store, workspace, slurm, at_once)
+            for cells in in_rounds(possible):
+                run_cells_in_slurm(study, cells, store, workspace, slurm, at_once)
         else:
             workspace = Workspace(out, folders, list_gpus() * (at_once or 1))
             limit = minutes if minutes is not None else study.outline.minutes
@@ -148,21 +150,22 @@ def _check_folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
 
 def _report_other_data(study: Study, store: Results, folders: Mapping[str, Path]) -> None:
     """Print which results are not used, since they are of other data with the same name."""
-    data = study.outline.data
-    count = store.count_other_data(study.cells)
-    if count:
-        folder = data_folder(data, folders)
-        sentence = f"{count} runs here were trained on other images than those of {folder}; they are not taken"
-        print(printable(sentence), flush=True)
+    for data in study.training_data:
+        cells = [cell for cell in study.cells if cell.data == data]
+        count = store.count_other_data(cells)
+        if count:
+            folder = data_folder(data, folders)
+            sentence = f"{count} runs here were trained on other images than those of {folder}; they are not taken"
+            print(printable(sentence), flush=True)
+        name = data_name(data)
+        count = 0 if name in folders else store.count_several_data(cells)
+        if count:
+            print(f"{count} runs were made on several data sets called {name}; without {name}=DIR the first is taken")
     for title, one in study.outline.evaluations.items():
         count = store.count_scores_of_other_data(study.cells, one)
         if count and one.data is not None:
             folder = data_folder(one.data, folders)
             print(f"{printable(title)}: {count} scores here are of other data than {folder}; they are not taken")
-    name = data_name(data)
-    count = 0 if name in folders else store.count_several_data(study.cells)
-    if count:
-        print(f"{count} runs were made on several data sets called {name}; without {name}=DIR the first is taken")
 
 
 def _report_missing_data(

@@ -2,8 +2,7 @@
 
 Training: images of all epochs over the rate of the step that `adclr plan --gpu` estimates. Evaluations: seconds that
 were measured on one H200 with ViT-S/16, in proportion to the images, to the operations of the backbone, and to the peak
-speed of the GPU. Neither has start-up, nor
-time to wait for images that are slow to read.
+speed of the GPU. Neither has start-up, nor time to wait for images that are slow to read.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from adclr.config.distillation import DistillSettings
 from adclr.config.settings import Settings
 from adclr.evals import segmentation
 from adclr.study.study_file import Cell, Evaluation, Study, data_name
@@ -36,7 +36,7 @@ ESTIMATED = ("knn", "linear", "finetune", "incontext", "matching", "segmentation
 class CellCost:
     """Estimated hours of a run; None where they cannot be known."""
 
-    training: float | None  # None: its data set has an unknown number of images, or it is trained on a CPU
+    training: float | None  # None: unknown number of images, trained on a CPU, or a distillation
     evaluations: Mapping[str, float | None]  # by title; 0 for a second score of the same evaluation
 
 
@@ -61,14 +61,14 @@ def estimate_cell(study: Study, cell: Cell, gpu: Gpu) -> CellCost:
 
 def training_hours(study: Study, cell: Cell, gpu: Gpu) -> float | None:
     """Return the hours of the steps of a run on one GPU, accumulated if the batch does not fit."""
-    count, settings = count_images(study, study.outline.data), cell.settings
+    count, settings = count_images(study, cell.data), cell.settings
     if cell.untrained:
         return 0.0
-    if count is None or settings.train.device == "cpu":
-        return None
+    if count is None or settings.train.device == "cpu" or isinstance(settings, DistillSettings):
+        return None  # of a distillation the cost depends on the teacher, whose weights may not be there yet
     batch = settings.train.batch_size
     steps = settings.train.epochs * (count // batch)
-    device = planning.estimate_device(settings, batch, 1, gpu, 0.0, steps)
+    device = planning.estimate_device(settings, plan_cost.describe_cost(settings), batch, 1, gpu, 0.0, steps)
     return steps * batch / device.images_per_second / 3600
 
 

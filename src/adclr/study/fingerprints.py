@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -32,7 +33,7 @@ MAX_LABEL_BYTES = 2**26  # beyond, only the beginning counts
 class Fingerprints:
     """Fingerprints of the data sets whose folders are known; the others are assumed to be unchanged."""
 
-    training: str | None = None
+    training: Mapping[str, str] = field(default_factory=dict)  # by the `data` of a run
     evaluations: Mapping[str, str] = field(default_factory=dict)  # by the `data` of an evaluation
 
 
@@ -46,12 +47,10 @@ def compute_fingerprints(study: Study, folders: Mapping[str, Path]) -> Fingerpri
     def is_available(data: str) -> bool:
         return data_name(data) in folders and data_name(data) != SCENES and data_folder(data, folders).is_dir()
 
-    training = None
-    if is_available(study.outline.data) and not all(cell.untrained for cell in study.cells):
-        try:
-            training = _fingerprint_images(open_source(data_folder(study.outline.data, folders)))
-        except UserError:  # whatever is wrong with it, the first run reports it
-            training = None
+    training = {}
+    for data in {cell.data for cell in study.cells if not cell.untrained and is_available(cell.data)}:
+        with suppress(UserError):  # whatever is wrong with it, the first run reports it
+            training[data] = _fingerprint_images(open_source(data_folder(data, folders)))
     names = {one.data for one in study.outline.evaluations.values() if one.data is not None and is_available(one.data)}
     return Fingerprints(training, {data: _fingerprint_folder(data_folder(data, folders)) for data in names})
 
@@ -112,6 +111,11 @@ def _hash(contents: Iterable[bytes]) -> str:
     for number, content in enumerate(contents):
         digest.update((b"" if not number else len(content).to_bytes(8, "big")) + content)
     return digest.hexdigest()
+
+
+def combine_fingerprints(*fingerprints: str) -> str:
+    """Return one fingerprint of several data sets."""
+    return _hash([json.dumps(fingerprints).encode()])
 
 
 def _list_files(folder: Path) -> Iterator[tuple[str, int]]:

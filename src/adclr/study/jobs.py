@@ -42,7 +42,7 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
     """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
     result = results.read(cell)
     has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
-    if not has_weights and data_name(study.outline.data) not in workspace.folders:
+    if not has_weights and not _can_train(cell, results, workspace):
         return None
     pending = [
         one
@@ -50,6 +50,32 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
         if one.data is not None and data_name(one.data) in workspace.folders
     ]
     return pending if pending or (result is None and not cell.untrained) else None
+
+
+def _can_train(cell: Cell, results: Results, workspace: Workspace) -> bool:
+    """Return whether the images of a run are here, and the weights that it needs, or their images."""
+    if cell.untrained:
+        return True
+    source = cell.source
+    has_source = source is None or workspace.has_weights(source, results) or _can_train(source, results, workspace)
+    return has_source and data_name(cell.data) in workspace.folders
+
+
+def with_sources(cells: Sequence[Cell], results: Results, workspace: Workspace) -> list[Cell]:
+    """Return cells and, before each that will be trained, the run whose weights it needs if these are not here."""
+    ordered: dict[str, Cell] = {}
+
+    def add(cell: Cell) -> None:
+        if cell.key in ordered:
+            return
+        source = cell.source
+        if source is not None and not any(workspace.has_weights(one, results) for one in (cell, source)):
+            add(source)
+        ordered[cell.key] = cell
+
+    for cell in cells:
+        add(cell)
+    return list(ordered.values())
 
 
 def pending_pictures(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Figure]:
@@ -64,17 +90,44 @@ def pending_pictures(study: Study, cell: Cell, results: Results, workspace: Work
     }
 
 
+def is_done(study: Study, cell: Cell, results: Results, workspace: Workspace) -> bool:
+    """Return whether a run has its weights here, and all scores and pictures whose data is here."""
+    return (
+        workspace.has_weights(cell, results)
+        and pending_evaluations(study, cell, results, workspace) is None
+        and not pending_pictures(study, cell, results, workspace)
+    )
+
+
+def in_rounds(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Return cells in groups, each of which needs weights of the groups before it at most."""
+    rounds: list[list[Cell]] = []
+    number: dict[str, int] = {}  # of the group of a run, by key; sources come before the runs that need them
+    for cell in cells:
+        after = number.get(cell.source.key, -1) if cell.source is not None else -1
+        number[cell.key] = after + 1
+        if len(rounds) == after + 1:
+            rounds.append([])
+        rounds[after + 1].append(cell)
+    return rounds
+
+
 def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
     """Return the job of a run, which `worker.run_job` does."""
-    data, folders = study.outline.data, workspace.folders
+    data, folders = cell.data, workspace.folders
+    overrides = dict(cell.overrides)
+    if cell.source is not None:
+        weights = str((workspace.out / results.run_name(cell.source)).absolute())
+        overrides["distill.teacher" if cell.source_name == "teacher" else "model.init"] = weights
     pictures = workspace.pictures(cell, results).absolute()
     return {
         "run": str((workspace.out / results.run_name(cell)).absolute()),
         "result": str(results.file(cell).absolute()),
         "data": data_path(data, folders) if data_name(data) in folders else None,
-        "fingerprint": None if cell.untrained else results.fingerprints.training,
+        "fingerprint": results.fingerprint(cell),
+        "command": cell.settings.command,
         "recipe": cell.recipe,
-        "overrides": dict(cell.overrides),
+        "overrides": overrides,
         "identity": cell.identity,
         "untrained": cell.untrained,
         "evaluations": [

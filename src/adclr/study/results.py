@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from adclr.config import parsing
 from adclr.config.parsing import UserError
-from adclr.config.settings import Settings
-from adclr.study.fingerprints import Fingerprints, is_same, shorten
+from adclr.study.fingerprints import Fingerprints, combine_fingerprints, is_same, shorten
 from adclr.study.study_file import TRAINING, Cell, Evaluation, Study
 from adclr.system.files import read_json, write_json
 from adclr.system.runs import Run
@@ -59,15 +58,21 @@ class Results:
 
     def run_name(self, cell: Cell) -> str:
         """Return the name of a run here: its key, with the fingerprint behind it if the key is that of other data."""
-        fingerprint = self._fingerprint(cell)
+        fingerprint = self.fingerprint(cell)
         if fingerprint is None:
             return cell.key
         name = f"{cell.key}-{shorten(fingerprint)}"
         return name if self._path(name).exists() or self._has_other_data(cell) else cell.key
 
-    def _fingerprint(self, cell: Cell) -> str | None:
-        """Return the fingerprint of the images that a run is trained on."""
-        return None if cell.untrained else self.fingerprints.training
+    def fingerprint(self, cell: Cell) -> str | None:
+        """Return the fingerprint of the images that a run is trained on, and those of its source if they are others."""
+        if cell.untrained:
+            return None
+        own = self.fingerprints.training.get(cell.data)
+        if cell.source is None or cell.source.untrained or cell.source.data == cell.data or own is None:
+            return own
+        source = self.fingerprint(cell.source)
+        return None if source is None else combine_fingerprints(own, source)
 
     def _path(self, name: str) -> Path:
         return self.folder / "runs" / f"{name}.json"
@@ -79,7 +84,7 @@ class Results:
     def _has_other_data(self, cell: Cell) -> bool:
         """Return whether the first result of a run is of other images than the current ones."""
         try:
-            return not _is_of(json.loads(self._path(cell.key).read_bytes()), self._fingerprint(cell))
+            return not _is_of(json.loads(self._path(cell.key).read_bytes()), self.fingerprint(cell))
         except (OSError, ValueError, RecursionError):  # absent, or damaged, which `read` reports
             return False
 
@@ -110,7 +115,7 @@ class Results:
             raise UserError(f"{file} is not the result of a run; delete it, and the run is made again") from None
         result["evaluations"] = self._select(result["evaluations"])
         current = cell.identity["settings"]
-        for path, value in parsing.current_names(Settings, result["settings"]).items():
+        for path, value in parsing.current_names(cell.kind, result["settings"]).items():
             # a default that has changed since, which the key does not tell
             if path in current and current[path] != value:
                 raise UserError(

@@ -55,11 +55,19 @@ def run_cells(
     workers: list[Worker] = []
     durations: list[float] = []  # seconds, of the runs that are done
     failed: list[str] = []
+    unusable: set[str] = set()  # keys of the runs that failed
     with ProgressLine("study", len(cells)) as line, _open_pipe() as pipe, _stopping(workers):
         while waiting or workers:
             late = minutes is not None and _is_late(begun, minutes, durations)
-            while waiting and free and not late:
-                workers.append(_start(study, waiting.pop(0), results, workspace, free.pop(0), pipe))
+            for cell in list(waiting):
+                if cell.source is not None and cell.source.key in unusable:
+                    waiting.remove(cell)
+                    unusable.add(cell.key)
+                    needed = f"it needs the weights of {cell.source.label}, which failed"
+                    failed.append(f"{cell.label}, seed {cell.seed} ({needed})")
+            while free and not late and (ready := _next_ready(waiting, workers)) is not None:
+                waiting.remove(ready)
+                workers.append(_start(study, ready, results, workspace, free.pop(0), pipe))
             for worker in [one for one in workers if one.process.poll() is not None]:
                 workers.remove(worker)
                 free.append(worker.slot)
@@ -70,6 +78,7 @@ def run_cells(
                 elif code == 2 and not durations:  # a mistake that the next run would repeat
                     raise UserError(f"{run_title(worker.cell)}: {last_line(worker.log).removeprefix('adclr: ')}")
                 else:
+                    unusable.add(worker.cell.key)
                     failed.append(f"{run_title(worker.cell)} ({last_line(worker.log)}; {worker.log} has all)")
                     line.say(f"{run_title(worker.cell)}: failed with exit code {code}")
             if late and not workers:
@@ -80,6 +89,12 @@ def run_cells(
     if failed:
         raise UserError(f"{len(failed)} of {len(cells)} runs failed, first {failed[0]}; the same command tries again")
     return waiting
+
+
+def _next_ready(waiting: Sequence[Cell], workers: Sequence[Worker]) -> Cell | None:
+    """Return the first cell whose source is neither waiting nor running."""
+    unfinished = {cell.key for cell in (*waiting, *(worker.cell for worker in workers))}
+    return next((cell for cell in waiting if cell.source is None or cell.source.key not in unfinished), None)
 
 
 def _is_late(begun: float, minutes: float, durations: Sequence[float]) -> bool:

@@ -14,8 +14,8 @@ from adclr.study.jobs import (
     build_job,
     describe_progress,
     format_scores,
+    is_done,
     last_line,
-    pending_evaluations,
     run_title,
 )
 from adclr.study.results import Results
@@ -46,7 +46,7 @@ def run_cells_in_slurm(
         raise UserError(f"{len(failed)} of {len(cells)} runs failed, first {failed[0]}; the same command tries again")
     if extended:  # they were submitted by an earlier command, without all of the columns of this one
         left = [cell for file, cell in zip(jobs, cells, strict=True) if file in extended]
-        left = [cell for cell in left if pending_evaluations(study, cell, results, workspace) is not None]
+        left = [cell for cell in left if not is_done(study, cell, results, workspace)]
         run_cells_in_slurm(study, left, results, workspace, options, at_once)
 
 
@@ -100,7 +100,7 @@ def _wait(
             available, now = tasks is not None, time.monotonic()
             for file, cell in list(waiting.items()):
                 task = tasks.get(file) if tasks is not None else None
-                if file not in extended and pending_evaluations(study, cell, results, workspace) is None:
+                if file not in extended and is_done(study, cell, results, workspace):
                     line.say(f"{run_title(cell)}: {format_scores(study, cell, results)}")
                 elif tasks is None or (task is not None and task.live):
                     ended.pop(file, None)

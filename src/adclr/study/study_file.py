@@ -16,6 +16,9 @@
     pictures:                         # by name of a folder; drawn of every run, kept beside its weights
       queries: {name: queries, data: imagenette/val, settings: {num_images: 20}}
 
+An arm may have images of its own (`data`), and weights of an arm above it: `init: ARM` trains them further,
+`teacher: ARM` distills them into a new ViT.
+
 The settings of a run identify it, so that studies share their runs: a control is trained once for all of them.
 """
 
@@ -26,6 +29,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,6 +38,7 @@ from pydantic import Field, model_validator
 
 from adclr import evals
 from adclr.config import parsing
+from adclr.config.distillation import DEFAULT_RECIPE, DistillSettings
 from adclr.config.parsing import Count, Positive, Section, Several, UserError
 from adclr.config.settings import Settings
 from adclr.training import launch
@@ -41,7 +46,10 @@ from adclr.training import launch
 TRAINING = "training"  # instead of an evaluation: a number of the run's own metrics
 SCENES = "scenes"  # the built-in data set
 DATA = re.compile(r"(?:(?P<kind>\w+):)?(?P<name>[\w.-]+)(?P<subfolder>(?:/[\w.-]+)*)")  # flowers:NAME/train
-RESERVED = ("data.path", "train.seed")  # settings that a study has keys of its own for
+# settings that a study has keys of its own for
+RESERVED = ("data.path", "train.seed", "model.init", "distill.teacher", "distill.teacher_fingerprint")
+# settings that are those of the weights that a run starts from or learns from, unless the arm sets them
+OF_WEIGHTS = ("data.mean", "data.std", "data.max_value")
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -112,6 +120,18 @@ class Arm(Section):
     recipe: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
     untrained: bool = Field(False, description="the ViT as it begins, which nothing is trained of")
+    data: str | None = Field(None, description="images instead of the study's")
+    init: str | None = Field(None, description="arm whose weights are trained further")
+    teacher: str | None = Field(None, description="arm whose weights a new ViT learns from, as in adclr distill")
+    seeds: Several[Seed] | None = Field(
+        None, description="instead of the study's; for other seeds arms that need its weights take those of the first"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(map(bool, (self.untrained, self.init, self.teacher))) > 1:
+            raise ValueError("an arm has one of untrained, init and teacher; leave out the others")
+        return self
 
 
 class Outline(Section):
@@ -145,6 +165,7 @@ class Cell:
     overrides: Mapping[str, Any]  # settings on top of the recipe, by full name
     settings: Settings  # data.path is the name of the data set
     untrained: bool
+    source: Cell | None = None  # the run whose weights it starts from, or learns from
 
     @property
     def label(self) -> str:
@@ -155,9 +176,25 @@ class Cell:
     def identity(self) -> dict[str, Any]:
         """Return all that determines the weights."""
         flat = parsing.flatten(self.settings.model_dump(mode="json"))
-        free = parsing.free_settings(Settings, "resume")
+        free = parsing.free_settings(self.kind, "resume")
         settings = {path: value for path, value in flat.items() if path not in free}
-        return {"data": self.settings.data.path, "untrained": self.untrained, "settings": settings}
+        identity = {"data": self.data, "untrained": self.untrained, "settings": settings}
+        return identity if self.source is None else identity | {self.source_name: self.source.key}
+
+    @property
+    def data(self) -> str:
+        """Return the name of its images."""
+        return self.settings.data.path
+
+    @property
+    def kind(self) -> type[Settings]:
+        """Return the class of its settings: of pretraining or of a distillation."""
+        return type(self.settings)
+
+    @property
+    def source_name(self) -> str:
+        """Return what an arm calls the source."""
+        return "teacher" if self.kind is DistillSettings else "init"
 
     @property
     def key(self) -> str:
@@ -165,10 +202,11 @@ class Cell:
 
         Settings at their default are left out, so that a new setting of the program changes no key.
         """
-        identity, defaults = self.identity, parsing.flatten(Settings().model_dump(mode="json"))
-        names, settings = parsing.old_names(Settings), identity["settings"]
+        identity, defaults = self.identity, parsing.flatten(self.kind().model_dump(mode="json"))
+        names, settings = parsing.old_names(self.kind), identity["settings"]
         changed = {names.get(path, path): value for path, value in settings.items() if value != defaults[path]}
-        return _digest([identity["data"], self.untrained, sorted(changed.items())])
+        source = [] if self.source is None else [self.source_name, self.source.key]
+        return _digest([identity["data"], self.untrained, sorted(changed.items()), *source])
 
 
 @dataclass(frozen=True)
@@ -197,9 +235,14 @@ class Study:
         labels = {(cell.arm, cell.point): cell.label for cell in self.cells}
         return [labels[arm, point] for arm in self.arms for point in self.points]
 
+    @property
+    def training_data(self) -> list[str]:
+        """Return the data that its runs are trained on, each once."""
+        return list(dict.fromkeys([self.outline.data, *(cell.data for cell in self.cells)]))
+
     def data_names(self) -> set[str]:
         """Return the names of all data sets it uses."""
-        data = [self.outline.data, *(figure.data for figure in self.outline.pictures.values())]
+        data = [*self.training_data, *(figure.data for figure in self.outline.pictures.values())]
         data += [one.data for one in self.outline.evaluations.values() if one.data is not None]
         return {data_name(one) for one in data}
 
@@ -265,27 +308,64 @@ def _cells(outline: Outline) -> list[Cell]:
             raise UserError(f"grid {name} has no values; give it some or leave it out")
     points = list(itertools.product(*([(name, value) for value in values] for name, values in outline.grid.items())))
     cells: dict[str, Cell] = {}  # by key
-    for seed, (name, arm), point in itertools.product(outline.seeds, arms.items(), points):
-        cell = _cell(outline, name, arm or Arm(), dict(point), seed)
+
+    @cache
+    def make(name: str, seed: int, number: int) -> Cell:
+        arm, source = arms[name] or Arm(), None
+        if (needed := arm.init or arm.teacher) is not None:
+            if needed not in list(arms)[: list(arms).index(name)]:
+                raise UserError(f"arm '{name}' needs the weights of '{needed}', which is none of the arms above it")
+            seeds = _seeds(outline, arms[needed])
+            source = make(needed, seed if seed in seeds else seeds[0], number)
+        return _cell(outline, name, arm, dict(points[number]), seed, source)
+
+    all_seeds = dict.fromkeys(seed for arm in arms.values() for seed in _seeds(outline, arm))
+    for seed, name, number in itertools.product(all_seeds, arms, range(len(points))):
+        if seed not in _seeds(outline, arms[name]):
+            continue
+        cell = make(name, seed, number)
         twin = cells.setdefault(cell.key, cell)
         if twin is not cell:
             raise UserError(f"'{twin.label}' and '{cell.label}' are the same run; leave one of them out")
     return list(cells.values())
 
 
-def _cell(outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed: int) -> Cell:
-    recipe = arm.recipe or outline.recipe
+def _seeds(outline: Outline, arm: Arm | None) -> tuple[int, ...]:
+    return outline.seeds if arm is None or arm.seeds is None else arm.seeds
+
+
+def _cell(
+    outline: Outline, name: str, arm: Arm, point: Mapping[str, Any], seed: int, source: Cell | None = None
+) -> Cell:
+    kind = DistillSettings if arm.teacher else Settings
+    recipe = arm.recipe or (DEFAULT_RECIPE if arm.teacher else outline.recipe)
     overrides: dict[str, Any] = {}
     for layer in (outline.settings, arm.settings, point):
         for short, value in parsing.flatten(layer).items():
-            path = parsing.full_name(Settings, short)
+            path = parsing.full_name(kind, short)
             if path in RESERVED:
-                raise UserError(f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]'")
+                raise UserError(
+                    f"{path} is not a setting here; a study says 'data: NAME' and 'seeds: [0, 1]', and an arm "
+                    "'init: ARM' or 'teacher: ARM'"
+                )
             overrides[path] = value
     overrides["train.seed"] = seed
-    settings = launch.resolve_settings(parsing.load_recipe(recipe), overrides | {"data.path": outline.data})
+    base = parsing.flatten(parsing.load_recipe(recipe, "distill" if arm.teacher else ""))
+    fixed = {"data.path": arm.data or outline.data}
+    if source is not None:
+        base |= _settings_of_weights(source, not arm.teacher)
+        fixed["distill.teacher" if arm.teacher else "model.init"] = source.key  # `runner.build_job` names the folder
+    settings = launch.resolve_settings(base, overrides | fixed, kind)
     label = ", ".join(f"{path.rsplit('.', 1)[-1]}={_format(value)}" for path, value in point.items())
-    return Cell(name, label, tuple(point.values()), seed, recipe, overrides, settings, arm.untrained)
+    return Cell(name, label, tuple(point.values()), seed, recipe, overrides, settings, arm.untrained, source)
+
+
+def _settings_of_weights(source: Cell, with_model: bool) -> dict[str, Any]:
+    """Return the settings that a run takes over from the weights of another, as `launch.prepare` will."""
+    flat = parsing.flatten(source.settings.model_dump(mode="json"))
+    excluded = ("model.init", "model.drop_path")  # are no properties of weights
+    model = [path for path in flat if path.startswith("model.") and path not in excluded] if with_model else []
+    return {path: flat[path] for path in (*OF_WEIGHTS, "model.num_channels", *model)}
 
 
 def _format(value: Any) -> str:

@@ -26,6 +26,7 @@ T_QUANTILES = (
 T_QUANTILE_BEYOND = 2.1
 COSTS = {"minutes": "minutes", "GiB": "gib", "images/s": "images_per_second"}  # column: number of the training
 MAX_NAMES = 6  # missing runs that are named
+SOURCES = {"init": "starts from the weights of", "teacher": "learns from the weights of"}
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,12 @@ def _describe_protocol(study: Study, results: Results, evaluations: Mapping[str,
         + (f", with {', '.join(f'{k}={v}' for k, v in outline.settings.items())}" if outline.settings else "")
         + f". Seeds: {', '.join(map(str, outline.seeds))}."
     ]
+    for arm, cell in {cell.arm: cell for cell in reversed(study.cells)}.items():
+        facts = [f"trained on {cell.data}"] if cell.data != outline.data else []
+        if cell.source is not None:
+            facts.append(f"{SOURCES[cell.source_name]} {cell.source.arm}")
+        if facts:
+            lines.append(f"{arm}: {', '.join(facts)}, recipe {cell.recipe}.")
     for title, one in evaluations.items():
         if one.data is not None:
             changes = ([f"recipe {one.recipe}"] if one.recipe else []) + [f"{k}={v}" for k, v in one.settings.items()]

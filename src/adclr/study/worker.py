@@ -15,7 +15,9 @@ from typing import Any
 
 from adclr import evals
 from adclr.config import parsing
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
+from adclr.config.settings import Settings
 from adclr.features import visualize
 from adclr.study import results
 from adclr.study.study_file import Evaluation, Figure
@@ -38,7 +40,8 @@ def run_job(job: dict[str, Any]) -> None:
             settings = launch.resolve_settings(parsing.load_recipe(job["recipe"]), job["overrides"])
             save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
-            loop.train(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
+            kind = DistillSettings if job["command"] == "distill" else Settings
+            loop.train(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"], kind=kind))
         if not result.exists():
             results.write_training(result, job["identity"], run, job["untrained"], job["fingerprint"])
     for task in job["evaluations"]:

@@ -138,7 +138,7 @@ class Journal:
             self.pace_checked = True
             left = (now - self.pace_start[1]) / (done - self.pace_start[0]) * (self.schedules.total_steps - done)
             if left > LONG_SECONDS:
-                self.say(f"warning: {describe_long_run(left, self.on_gpu)}")
+                self.say(f"warning: {describe_long_run(left, self.on_gpu, self.settings.command)}")
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -85,7 +85,7 @@ def prepare(
     if not base and stored is not None:
         base = stored.model_dump(mode="json")
     if kind is DistillSettings:
-        overrides, reasons = _adopt_teacher(base, overrides, stored)
+        overrides, reasons = adopt_teacher(base, overrides, stored)
     else:
         overrides, reasons = adopt_init(base, overrides, stored)
     if stored is not None:
@@ -179,7 +179,7 @@ def adopt_init(
     return {path: settings[path] for path in paths} | overrides, []
 
 
-def _adopt_teacher(
+def adopt_teacher(
     base: Mapping[str, Any], overrides: Mapping[str, Any], stored: Settings | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the user's settings with those that the teacher determines added, by full name, and the reasons."""

@@ -6,6 +6,8 @@ below, which were fitted to measured runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from adclr.config.settings import Settings
@@ -29,6 +31,27 @@ HEADER_BYTES = 120  # of the safetensors header, for each tensor
 JSON_BYTES = 2000  # state.json and manifest.json of a checkpoint, about
 LONG_SECONDS = 24 * 3600.0  # of a run; beyond, the user is warned
 ROW_BYTES = 440  # a line of metrics.jsonl and one of timing.jsonl
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The numbers that a plan is made of, of either kind of run."""
+
+    parameters: Mapping[str, int]  # backbone and head; of a distillation also teacher
+    work: tuple[
+        tuple[float, int], ...
+    ]  # operations of a step for one image, and the width of the network that does them
+    again: float  # of these, computed a second time by train.checkpoint_activations
+    depth: int  # blocks
+    gpu_memory: tuple[float, float] | None  # estimated bytes whatever the batch, and for each image; None: no estimate
+    host_bytes: float  # weights, gradients and moments on a CPU
+    checkpoint_bytes: int
+    backbone_bytes: int
+
+    @property
+    def flops(self) -> float:
+        """Operations of a step for one image, without those computed a second time."""
+        return sum(flops for flops, _ in self.work) - self.again
 
 
 class Parameters(NamedTuple):
@@ -100,10 +123,10 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     queries = views.num_queries
     local_queries = queries if method.queries_in_local_views else 0
     needs_patches = settings.model.class_attention > 0
-    embed, body = _view(settings, views.global_size, queries, settings.masked or needs_patches)
+    embed, body = view_flops(settings, views.global_size, queries, settings.masked or needs_patches)
     embed_local, body_local = 0.0, 0.0
     if views.num_local:
-        embed_local, body_local = _view(settings, views.local_size, local_queries, needs_patches)
+        embed_local, body_local = view_flops(settings, views.local_size, local_queries, needs_patches)
     masked = 0.0
     if settings.masked:
         masked = 2 * (hidden_patches(settings) if hidden is None else hidden)
@@ -114,14 +137,14 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     if method.anchor_weight:  # the anchor on both global views, the student's patches, and similarities of both
         patches_each, width = _patches(settings, views.global_size), settings.model.shape[0]
         similarities = 2.0 * patches_each**2 * width
-        embed_anchor, body_anchor = _view(settings, views.global_size, 0, True)
-        teacher += 2 * (embed_anchor + body_anchor + _class_attention(settings, views.global_size) + similarities)
-        body = _view(settings, views.global_size, queries, True)[1] + similarities
+        embed_anchor, body_anchor = view_flops(settings, views.global_size, 0, True)
+        teacher += 2 * (embed_anchor + body_anchor + class_attention_flops(settings, views.global_size) + similarities)
+        body = view_flops(settings, views.global_size, queries, True)[1] + similarities
     blocks = 2 * body + views.num_local * body_local
     # local [CLS] tokens are compared with the targets of anchored queries too
     forward = blocks + _head(settings, student_rows, student_rows + settings.num_anchored)
-    class_local = views.num_local * _class_attention(settings, views.local_size)
-    class_global = 2 * _class_attention(settings, views.global_size)
+    class_local = views.num_local * class_attention_flops(settings, views.local_size)
+    class_global = 2 * class_attention_flops(settings, views.global_size)
     teacher, forward = teacher + class_global, forward + class_global + class_local
     if method.neighbor_weight:  # of every patch of all views, so that the teacher reads the local ones too
         rows = num_patches(settings)
@@ -135,8 +158,8 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
 
 def image_flops(settings: Settings, side: int) -> float:
     """Return the operations of a forward pass of one square image, as evaluations take it."""
-    embed, body = _view(settings, side, 0, True)
-    return embed + body + _class_attention(settings, side)
+    embed, body = view_flops(settings, side, 0, True)
+    return embed + body + class_attention_flops(settings, side)
 
 
 def num_patches(settings: Settings) -> int:
@@ -151,7 +174,7 @@ def hidden_patches(settings: Settings) -> float:
     return _patches(settings, views.global_size) * views.mask_probability * sum(views.mask_ratio) / 2
 
 
-def _view(settings: Settings, side: int, queries: int, needs_patches: bool) -> tuple[float, float]:
+def view_flops(settings: Settings, side: int, queries: int, needs_patches: bool) -> tuple[float, float]:
     """Return the forward operations of one view: projection of the pixels, and all blocks.
 
     Where patches are not needed, the last block computes only attention for all tokens but `[CLS]` and queries.
@@ -171,7 +194,7 @@ def _view(settings: Settings, side: int, queries: int, needs_patches: bool) -> t
     return embed, blocks - (2.0 + mlp) * dim * dim * skipped
 
 
-def _class_attention(settings: Settings, side: int) -> float:
+def class_attention_flops(settings: Settings, side: int) -> float:
     """Return the forward operations of class attention in one view: keys and values of its patches, and its token."""
     (dim, _, _), blocks, patches = settings.model.shape, settings.model.class_attention, _patches(settings, side)
     of_patches = blocks * (4.0 * dim * dim * patches + 4.0 * dim * (patches + 1))
@@ -228,7 +251,7 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     wherever settings allow recording, however many GPUs and micro-batches there will be.
     """
     views, method = settings.views, settings.method
-    dim, depth, _ = settings.model.shape
+    dim, _, _ = settings.model.shape
     count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
     # float32 weights of both branches, gradients and the two moments; bfloat16 copies of the student's weights
     anchor = 4 * count.backbone if method.anchor_weight else 0
@@ -237,17 +260,22 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
     pixels = settings.model.num_channels * (2 * views.global_size**2 + views.num_local * views.local_size**2)
-    block = ACTIVATION_BYTES + (GATED_BYTES if settings.model.mlp == "gated" else 0)
-    stored = block * depth
-    if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
-        stored = INPUT_BYTES * depth + block
-    copies = 2 if allows_cuda_graph(settings) else 1
-    stored += CLASS_ATTENTION_BYTES * settings.model.class_attention
+    stored, copies = stored_bytes(settings), 2 if allows_cuda_graph(settings) else 1
     second_head = 0
     if method.neighbor_weight:  # its inputs, both GELUs with theirs, projections and their gradients in float32
         row = 2 * dim + 8 * method.head_hidden_dim + 24 * method.head_bottleneck_dim
         second_head = num_patches(settings) * row
     return float(fixed), float(stored * dim * tokens + second_head + 4 * copies * pixels)
+
+
+def stored_bytes(settings: Settings) -> int:
+    """Return the bytes that the blocks of a ViT store for backward, for each unit of width and token."""
+    depth = settings.model.shape[1]
+    block = ACTIVATION_BYTES + (GATED_BYTES if settings.model.mlp == "gated" else 0)
+    stored = block * depth
+    if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
+        stored = INPUT_BYTES * depth + block
+    return stored + CLASS_ATTENTION_BYTES * settings.model.class_attention
 
 
 def checkpoint_bytes(settings: Settings) -> int:
@@ -265,15 +293,30 @@ def backbone_bytes(settings: Settings) -> int:
     return 4 * count.backbone + HEADER_BYTES * count.tensors
 
 
+def describe_cost(settings: Settings) -> Cost:
+    """Return the cost of a pretraining."""
+    count, operations, (dim, depth, _) = parameters(settings), flops(settings), settings.model.shape
+    return Cost(
+        parameters={"backbone": count.backbone, "head": count.head},
+        work=((operations.step + operations.again, dim),),
+        again=operations.again,
+        depth=depth,
+        gpu_memory=gpu_memory(settings),
+        host_bytes=20.0 * count.all,  # with the teacher
+        checkpoint_bytes=checkpoint_bytes(settings),
+        backbone_bytes=backbone_bytes(settings),
+    )
+
+
 def log_bytes(settings: Settings, steps: int) -> int:
     """Return the bytes of metrics.jsonl and timing.jsonl."""
     return ROW_BYTES * (1 + steps // settings.train.log_every_steps)
 
 
-def describe_long_run(seconds: float, on_gpu: bool) -> str:
+def describe_long_run(seconds: float, on_gpu: bool, command: str = "pretrain") -> str:
     """Return a sentence on what makes a run of so many seconds shorter."""
     shorter = "fewer train.epochs, a smaller model.size, smaller views.global_size or fewer views.num_local"
     shorter += ", or more GPUs, make it shorter" if on_gpu else ", or a GPU, make it shorter"
-    if not on_gpu:
+    if not on_gpu and command == "pretrain":
         shorter += "; --recipe adclr_cpu is made for a CPU"
     return f"it takes about {format_duration(seconds)}; {shorter}"

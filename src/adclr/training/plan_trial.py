@@ -28,12 +28,12 @@ from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
 from adclr.data.sources import Source
 from adclr.data.view_plan import plan_batch
-from adclr.model.method import ADCLR
 from adclr.system import devices, machine
 from adclr.system.threads import ThreadPool
 from adclr.training import plan_cost, schedules
 from adclr.training.job import compile_method
 from adclr.training.job import decoder as make_decoder
+from adclr.training.methods import Method
 from adclr.training.micro_batch import random_views
 from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
 from adclr.training.step import Step, time_calls
@@ -96,7 +96,7 @@ class _StepMaker:
 
     def __init__(
         self,
-        method: ADCLR,
+        method: Method,
         settings: Settings,
         device: torch.device,
         dtype: torch.dtype | None,
@@ -119,7 +119,7 @@ class _StepMaker:
 
 
 def time_steps(
-    method: ADCLR,
+    method: Method,
     settings: Settings,
     device: torch.device,
     dtype: torch.dtype | None,

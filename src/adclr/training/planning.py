@@ -3,20 +3,22 @@
 On the present machine the micro-batch is fitted and a few real steps are timed, on views of noise. For a GPU that is
 not present both are estimated: memory by `plan_cost.gpu_memory`, time by `estimate_step_seconds`. Neither includes
 probes. A GPU makes views in parallel with its steps, so of the data path only decoding counts. On a CPU steps, views
-and decoding share the same cores, so the time of an image is the sum of theirs.
+and decoding share the same cores, so the time of an image is the sum of theirs. The step of a distillation includes
+the forward pass of its teacher (`plan_distillation`).
 """
 
 from __future__ import annotations
 
 import shutil
-import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adclr.config import auto
+from adclr.config.distillation import DEFAULT_RECIPE, DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
@@ -25,14 +27,16 @@ from adclr.data.sources import Source
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
 from adclr.system.machine import GIB
-from adclr.system.progress import format_duration
 from adclr.system.runs import provenance
 from adclr.system.stores import cache as store_cache
 from adclr.system.text import format_size, printable, printable_lines
 from adclr.training import launch, plan_cost
+from adclr.training.plan_cost import Cost
 from adclr.training.plan_gpus import ASSUMED_SIDE, Gpu
+from adclr.training.plan_text import describe
 
 if TYPE_CHECKING:
+    from adclr.training.methods import Method
     from adclr.training.plan_trial import Sample
 
 # The step of a GPU, fitted to the H200 of docs/performance.md. Matrix products grow with the square of the width, all
@@ -44,7 +48,6 @@ UNCOMPILED = 1.013  # times as long
 # A block of a micro-batch that is not recorded, launched kernel by kernel by one CPU thread: 73 to 90 ms for 12 blocks.
 LAUNCH_SECONDS = 0.0068
 GB = 1e9
-COLUMNS = 110  # of the printed plan
 NAME_BYTES = 64  # of the index, for each of such images
 
 
@@ -73,6 +76,7 @@ def plan_run(
     out: Path | None = None,
     file: Path | None = None,
     overwrite: bool = False,  # a file that is no plan
+    teacher: str | None = None,  # of a distillation
 ) -> dict[str, Any]:
     """Print the plan of a run, write it as JSON to `file`, and return it."""
     if machine.num_processes() > 1:
@@ -82,7 +86,8 @@ def plan_run(
             check_writable(path)
     if file is not None:
         outputs.check_overwrite("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
-    settings, source, reasons = _settle(data, images, recipe, overrides, gpu, out)
+    settle = _settle if teacher is None else partial(_settle_distillation, teacher)
+    settings, source, reasons = settle(data, images, recipe, overrides, gpu, out)
     count = len(source) if source is not None else images or 0
     if file is not None and source is not None:
         collection.check_apart(file, source, "--json", is_file=True)
@@ -95,14 +100,15 @@ def plan_run(
         )
     from adclr.training import plan_trial
 
+    method, cost = _build(settings, gpu)
     sample = plan_trial.sample_images(source, settings, gpu) if source is not None else None
     cached = sample.bytes if sample and sample.cache == "gpu" else 0.0
     if gpu:
-        device = estimate_device(settings, local, num_gpus, gpu, cached, steps)
+        device = estimate_device(settings, cost, local, num_gpus, gpu, cached, steps)
     else:
-        device = _measure_device(settings, local, num_gpus, cached, steps)
+        device = _measure_device(settings, cost, method, local, num_gpus, cached, steps)
     views = None if device.on_gpu else plan_trial.time_views(settings, sample)
-    plan = _report(settings, source, count, num_gpus, device, sample, views, out)
+    plan = _report(settings, cost, source, count, num_gpus, device, sample, views, out)
     print(printable_lines("\n".join([*reasons, *describe(plan)])))
     if file is not None:
         facts = {"settings": settings.model_dump(mode="json"), "provenance": provenance() | outputs.signature("plan")}
@@ -124,18 +130,7 @@ def _settle(
     base = launch.recipe_settings(recipe)
     overrides, reasons = launch.adopt_init(base, overrides)
     settings = launch.resolve_settings(base, overrides)
-    path = settings.data.path
-    if bool(path) == (images is not None):
-        raise UserError(
-            f"give the images, or their number as --images N; {'not both' if path else 'neither was given'}"
-        )
-    if gpu and settings.train.precision == "float32":
-        raise UserError(
-            "estimates for a GPU are in bfloat16; leave out train.precision=float32, or leave out --gpu to measure"
-        )
-    index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
-    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
-    source = open_source(path, index, allowed) if path else None
+    source = _open_images(settings, images, gpu, out)
     if base:
         return settings, source, reasons
     memory = int(gpu.gib * GIB) if gpu else machine.gpu_bytes(settings.train.device)
@@ -152,32 +147,90 @@ def _settle(
     )
 
 
+def _settle_distillation(
+    teacher: str,
+    data: str | None,
+    images: int | None,
+    recipe: str | None,
+    overrides: Mapping[str, Any] | None,
+    gpu: Gpu | None,
+    out: Path | None,
+) -> tuple[Settings, Source | None, list[str]]:
+    """Return settings and images as `adclr distill` would have them, and what the teacher determines."""
+    overrides = launch.add_images(data, overrides) | {"distill.teacher": teacher}
+    base = launch.recipe_settings(recipe, DistillSettings) or launch.recipe_settings(DEFAULT_RECIPE, DistillSettings)
+    overrides, reasons = launch.adopt_teacher(base, overrides, None)
+    settings = launch.resolve_settings(base, overrides, DistillSettings)
+    return settings, _open_images(settings, images, gpu, out), reasons
+
+
+def _build(settings: Settings, gpu: Gpu | None) -> tuple[Method | None, Cost]:
+    """Return the method, if it is measured or its cost cannot be told without it, and its cost."""
+    if isinstance(settings, DistillSettings):
+        from adclr.training import distillation, plan_distillation
+
+        method = distillation.build(settings)
+        cost = plan_distillation.describe_cost(settings, method)
+        if gpu and cost.gpu_memory is None:
+            raise UserError(
+                f"the estimate for a GPU is of ViTs, not of {settings.distill.student}; leave out --gpu to measure here"
+            )
+        return method, cost
+    if gpu:
+        return None, plan_cost.describe_cost(settings)
+    from adclr.training import job
+
+    return job.build(settings), plan_cost.describe_cost(settings)
+
+
+def _open_images(settings: Settings, images: int | None, gpu: Gpu | None, out: Path | None) -> Source | None:
+    """Return the images, None where only their number is known."""
+    path = settings.data.path
+    if bool(path) == (images is not None):
+        raise UserError(
+            f"give the images, or their number as --images N; {'not both' if path else 'neither was given'}"
+        )
+    if gpu and settings.train.precision == "float32":
+        raise UserError(
+            "estimates for a GPU are in bfloat16; leave out train.precision=float32, or leave out --gpu to measure"
+        )
+    index, allowed = out / launch.INDEX if out is not None else None, settings.data.allow_damaged_shards
+    store_cache.configure(settings.data.local_cache, settings.data.local_cache_gib)
+    return open_source(path, index, allowed) if path else None
+
+
 def estimate_step_seconds(
-    settings: Settings, gpu: Gpu, local_batch: int, micro_batch: int, num_gpus: int = 1, total_steps: int | None = None
+    settings: Settings,
+    gpu: Gpu,
+    local_batch: int,
+    micro_batch: int,
+    num_gpus: int = 1,
+    total_steps: int | None = None,
+    cost: Cost | None = None,  # None: that of a pretraining
 ) -> float:
     """Return the estimated time of a step on a GPU that is not present."""
-    dim, depth, _ = settings.model.shape
-    flops = plan_cost.flops(settings)
-    image_seconds = (flops.step + flops.again) / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / dim)
+    cost = cost or plan_cost.describe_cost(settings)
+    image_seconds = sum(flops / (gpu.tflops * 1e12) * (BEST + PER_WIDTH / width) for flops, width in cost.work)
     if not plan_cost.compiles_blocks(settings, micro_batch, total_steps):
         image_seconds *= UNCOMPILED
     seconds, accumulate = UPDATE_SECONDS + local_batch * image_seconds, local_batch // micro_batch
     if plan_cost.allows_cuda_graph(settings) and accumulate == 1 and num_gpus == 1:
         return seconds
-    return max(seconds, accumulate * depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
+    return max(seconds, accumulate * cost.depth * LAUNCH_SECONDS)  # whichever of GPU and CPU waits for the other
 
 
 def estimate_device(
-    settings: Settings, local_batch: int, num_gpus: int, gpu: Gpu, cached: float, total_steps: int
+    settings: Settings, cost: Cost, local_batch: int, num_gpus: int, gpu: Gpu, cached: float, total_steps: int
 ) -> Device:
     """Return the estimate for a GPU that is not present, of which images take `cached` bytes."""
     from adclr.training.micro_batch import GPU_SHARE, largest_divisor
 
-    fixed, image_bytes = plan_cost.gpu_memory(settings)
+    assert cost.gpu_memory is not None
+    fixed, image_bytes = cost.gpu_memory
     free = GPU_SHARE * (gpu.gib * GIB - cached) - fixed
     micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
-    rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus, total_steps)
-    share = rate * plan_cost.flops(settings).step / (gpu.tflops * 1e12)
+    rate = local_batch / estimate_step_seconds(settings, gpu, local_batch, micro, num_gpus, total_steps, cost)
+    share = rate * cost.flops / (gpu.tflops * 1e12)
     basis = (
         f"ESTIMATED, not measured: {gpu.name} with {gpu.gib:.0f} GiB and {gpu.tflops:.0f} TFLOP/s in bfloat16, "
         f"of which {share:.0%} are assumed to be reached; on that GPU, leave out --gpu to measure"
@@ -185,24 +238,33 @@ def estimate_device(
     return Device(basis, False, True, gpu.gib, free, fixed, image_bytes, micro, rate)
 
 
-def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached: float, total_steps: int) -> Device:
+def _measure_device(
+    settings: Settings,
+    cost: Cost,
+    method: Method | None,
+    local_batch: int,
+    num_gpus: int,
+    cached: float,
+    total_steps: int,
+) -> Device:
     """Measure the present device by a few steps as training takes them: as many micro-batches, recorded or not."""
     import torch
 
     from adclr.system import devices
-    from adclr.training import job, plan_trial
+    from adclr.training import plan_trial
     from adclr.training.micro_batch import CPU_SHARE, GPU_SHARE, estimate_image_bytes, largest_divisor, measure_memory
 
     device = devices.select_device(settings.train.device)
     dtype = devices.autocast_dtype(settings.train.precision, device)
-    method = job.build(settings).to(device)
+    assert method is not None
+    method = method.to(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
         fixed, image_bytes = measure_memory(method, settings, device, dtype)
         total = machine.available_gpu_memory(device)
         free = GPU_SHARE * (total - cached) - fixed
-    else:  # weights, gradients, two moments and the teacher, in float32
-        fixed, image_bytes = 20.0 * plan_cost.parameters(settings).all, estimate_image_bytes(settings)
+    else:
+        fixed, image_bytes = cost.host_bytes, estimate_image_bytes(settings)
         total = machine.host_memory()
         free = CPU_SHARE * total
     micro = settings.train.micro_batch_size or largest_divisor(local_batch, image_bytes, free)
@@ -226,6 +288,7 @@ def _measure_device(settings: Settings, local_batch: int, num_gpus: int, cached:
 
 def _report(
     settings: Settings,
+    cost: Cost,
     source: Source | None,
     count: int,
     num_gpus: int,
@@ -252,12 +315,11 @@ def _report(
         rate = min(rate, decoded)
     hours = steps * batch / rate / 3600
     if 3600 * hours > plan_cost.LONG_SECONDS:
-        warnings.append(plan_cost.describe_long_run(3600 * hours, device.on_gpu))
-    disk = _disk(settings, source, count, steps)
+        warnings.append(plan_cost.describe_long_run(3600 * hours, device.on_gpu, settings.command))
+    disk = _disk(settings, cost, source, count, steps)
     disk["free_gb"] = None if out is None else _free_bytes(out) / GB
     if out is not None and disk["free_gb"] < disk["total_gb"]:
         warnings.append(f"{out} has {format_size(disk['free_gb'])} free, less than the run needs; choose another --out")
-    parameters = plan_cost.parameters(settings)
     return {
         "data": settings.data.path or None,
         "images": count,
@@ -268,7 +330,7 @@ def _report(
         "gpus": num_gpus,
         "basis": device.basis,
         "measured": device.measured,
-        "parameters": {"backbone": parameters.backbone, "head": parameters.head},
+        "parameters": dict(cost.parameters),
         "memory": {
             "gib": device.gib,
             "fixed_gib": device.fixed_bytes / GIB,
@@ -279,7 +341,7 @@ def _report(
             "needed_gib": (device.fixed_bytes + device.micro_batch * device.image_bytes) / GIB,
         },
         "time": {
-            "gflop_per_image": plan_cost.flops(settings).step / 1e9,
+            "gflop_per_image": cost.flops / 1e9,
             "images_per_second": rate,
             "steps_images_per_second": num_gpus * device.images_per_second,
             "views_images_per_second": views,  # where they take turns with the steps
@@ -298,7 +360,7 @@ def _report(
     }
 
 
-def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> dict[str, Any]:
+def _disk(settings: Settings, cost: Cost, source: Source | None, count: int, steps: int) -> dict[str, Any]:
     """Return the GB of the files of a run; while a checkpoint is written there is one more than are kept."""
     stamps = 24 * count  # a key, a size and a time of each image
     index = NAME_BYTES * count
@@ -306,7 +368,7 @@ def _disk(settings: Settings, source: Source | None, count: int, steps: int) -> 
         index, listing = 0, source.listing  # a list or a data set needs no index
         if listing is not None:
             index = listing.nbytes
-    checkpoint, backbone = plan_cost.checkpoint_bytes(settings), plan_cost.backbone_bytes(settings)
+    checkpoint, backbone = cost.checkpoint_bytes, cost.backbone_bytes
     logs, checkpoints = plan_cost.log_bytes(settings, steps), settings.train.keep_checkpoints + 1
     return {
         "checkpoint_gb": checkpoint / GB,
@@ -323,44 +385,3 @@ def _free_bytes(path: Path) -> float:
     while not path.exists():
         path = path.parent
     return float(shutil.disk_usage(path).free)
-
-
-def describe(plan: Mapping[str, Any]) -> list[str]:
-    """Return a plan as lines of text."""
-    memory, time, disk, decoded = plan["memory"], plan["time"], plan["disk"], plan["decoded"]
-    parameters, on_each = plan["parameters"], f" on each of {plan['gpus']} GPUs" if plan["gpus"] > 1 else ""
-    rate, free = time["images_per_second"], disk["free_gb"]
-    sizes = {name: format_size(disk[f"{name}_gb"]) for name in ("total", "checkpoint", "backbone", "logs", "index")}
-    rows = {
-        "recipe": f"{plan['recipe']}: {plan['images']} images, {plan['epochs']} epochs, {plan['steps']} steps; "
-        f"backbone of {parameters['backbone'] / 1e6:.1f} M parameters, head of {parameters['head'] / 1e6:.1f} M",
-        "basis": plan["basis"],
-        "memory": f"{memory['fixed_gib']:.2f} GiB plus {memory['image_gib']:.3f} GiB per image: "
-        f"up to {memory['images_that_fit']} images per step fit{on_each}",
-        "batch": f"train.batch_size={plan['batch_size']} as {memory['accumulate']} × {memory['micro_batch_size']} "
-        f"images{on_each}, {memory['needed_gib']:.1f} of {memory['gib']:.1f} GiB",
-        "time": f"{format_duration(3600 * time['hours'])}: {rate:.{0 if rate >= 100 else 2}f} images/s, "
-        f"{format_duration(time['seconds_per_epoch'])} per epoch, {time['gflop_per_image']:.3g} GFLOP per image; "
-        + _describe_rates(time),
-        "disk": f"{sizes['total']}: {disk['checkpoints']} checkpoints of {sizes['checkpoint']} (one of them while it "
-        f"is written), backbone {sizes['backbone']}, logs {sizes['logs']}, index {sizes['index']}"
-        + ("" if free is None else f"; {format_size(free)} are free"),
-    }
-    if decoded:
-        storage = {"gpu": "cached on the GPU", "ram": "cached in memory"}.get(
-            decoded["kept"], "decoded again in every epoch"
-        )
-        rows["images"] = (
-            f"{format_size(decoded['gib'] * (GIB / GB))} when decoded: {storage}; about "
-            f"{decoded['images_per_second']:.0f} images/s are decoded by {decoded['threads']} threads"
-        )
-    lines = [*rows.items(), *(("warning", warning) for warning in plan["warnings"])]
-    return [textwrap.fill(f"{name:<9}{text}", COLUMNS, subsequent_indent=" " * 9) for name, text in lines]
-
-
-def _describe_rates(time: Mapping[str, Any]) -> str:
-    """Return what the time includes."""
-    steps, views = time["steps_images_per_second"], time["views_images_per_second"]
-    if views is None:
-        return "the step alone, without probes"
-    return f"steps at {steps:.4g} images/s and their views at {views:.0f}, without probes"
