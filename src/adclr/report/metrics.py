@@ -89,7 +89,8 @@ SCHEDULES = {
     ),
 }
 # seconds, which the bar of the time shows; the entropy in the health batch; the number of held-out images
-NOT_DRAWN = {"seconds", *(f"seconds_{part}" for part in OVERHEADS), "target_entropy", "held_out_images"}
+PARTS_OF_TIME = {f"seconds_{part}" for part in (*OVERHEADS, "starting", "to_first_step")}
+NOT_DRAWN = {"seconds", *PARTS_OF_TIME, "target_entropy", "held_out_images"}
 WAITING_SHARE = 0.2  # of the time; more is worth a statement
 
 

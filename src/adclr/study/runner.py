@@ -80,12 +80,13 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
     """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
     result = results.read(cell)
     has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
-    if not has_weights and data_name(study.outline.data) not in workspace.folders:
+    can_train = data_name(study.outline.data) in workspace.folders and not cell.untrained
+    if not has_weights and not can_train:
         return None
     pending = [
         one
         for one in results.missing_evaluations(cell, study.outline.evaluations)
-        if one.data is not None and data_name(one.data) in workspace.folders
+        if one.data is not None and data_name(one.data) in workspace.folders and (can_train or not one.is_time)
     ]
     return pending if pending or (result is None and not cell.untrained) else None
 
@@ -167,6 +168,11 @@ def _open_pipe() -> Iterator[int]:
 def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Any]:
     """Return the job of a run, which `worker.run_job` does."""
     data, folders = study.outline.data, workspace.folders
+    evaluations = pending_evaluations(study, cell, results, workspace) or []
+    timed = next((one for one in evaluations if one.is_time), None)
+    probe = {}
+    if timed is not None and timed.data is not None:
+        probe = {"probe.data": data_path(timed.data, folders), **timed.build("", "").probe}
     return {
         "run": str(workspace.out / results.run_name(cell)),
         "result": str(results.file(cell)),
@@ -176,13 +182,14 @@ def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) 
         "overrides": dict(cell.overrides),
         "identity": cell.identity,
         "untrained": cell.untrained,
+        "probe": probe,  # settings with which the time to an accuracy is measured
         "evaluations": [
             {
                 "evaluation": one.model_dump(mode="json"),
                 "data": data_path(one.data, folders),
                 "fingerprint": results.fingerprints.evaluations.get(one.data),
             }
-            for one in pending_evaluations(study, cell, results, workspace) or ()
+            for one in evaluations
             if one.data is not None
         ],
     }

@@ -16,8 +16,9 @@ from typing import Any
 from adclr import evals
 from adclr.config import parsing
 from adclr.config.parsing import UserError
-from adclr.study import results
+from adclr.study import results, time_to_knn
 from adclr.study.study_file import Evaluation
+from adclr.system import machine
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
@@ -34,16 +35,37 @@ def run_job(job: dict[str, Any]) -> None:
             settings = launch.resolve_settings(parsing.load_recipe(job["recipe"]), job["overrides"])
             save_backbone(run.path, build(settings).teacher.backbone.state_dict(), settings)
         else:
-            loop.train(launch.prepare(job["data"], run.path, job["recipe"], job["overrides"]))
+            _train(job, run)
         if not result.exists():
             results.write_training(result, job["identity"], run, job["untrained"], job["fingerprint"])
     for task in job["evaluations"]:
         evaluation = parsing.validate_settings(Evaluation, task["evaluation"])
-        print(f"evaluate {evaluation.name} on {task['data']}", flush=True)
         settings = evaluation.build(str(run.path), task["data"])
         started = time.monotonic()
-        scores = evals.run_evaluation(evaluation.name, settings, evals.result_path(evaluation.name, settings))
+        if evaluation.is_time:
+            scores = time_to_knn.measure(_timed_run(job, run), settings)
+        else:
+            print(f"evaluate {evaluation.name} on {task['data']}", flush=True)
+            scores = evals.run_evaluation(evaluation.name, settings, evals.result_path(evaluation.name, settings))
         results.add_scores(result, evaluation, scores, time.monotonic() - started, task["fingerprint"])
+
+
+def _train(job: dict[str, Any], run: Run) -> None:
+    """Train a run, scored on the way if the time to an accuracy is asked for."""
+    settings = job["overrides"] | job["probe"]
+    loop.train(launch.prepare(job["data"], run.path, job["recipe"], settings, started=machine.process_start()))
+
+
+def _timed_run(job: dict[str, Any], run: Run) -> Run:
+    """Return the run if it was scored on the way; else the same training once more, in a folder beside it."""
+    data, every_epochs = job["probe"]["probe.data"], job["probe"]["probe.every_epochs"]
+    again = Run(f"{run.path}-timed")
+    for one in (run, again):
+        if time_to_knn.is_timed(one, data, every_epochs):
+            return one
+    print("train again, to measure the time to an accuracy", flush=True)
+    _train(job, again)
+    return again
 
 
 def _stop_with_study(pipe: int) -> None:
