@@ -49,14 +49,21 @@ def pretrain(data: Path, out: Path, **changes: Any) -> Run:
 
 
 FULL: dict[str, Any] = {"masked_weight": 1.0, "log_every_steps": 2, "micro_batch_size": 4}  # all terms, accumulation
+# queries of all kinds: anchored and random, ordinary and read-only, with targets that get softer
+PLUS: dict[str, Any] = {"query_source": "local", "num_queries": 3, "read_only_copies": True}
+PLUS |= {"query_read_only_blocks": 1, "query_temperature": 0.12, "query_temperature_start": 0.06}
 
 
-@pytest.mark.parametrize(("workers", "first"), [(0, 3), (3, 5)])  # 4 steps are an epoch: in the first, in the second
-def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path, workers: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "first", "queries"), [(0, 3, {}), (3, 5, PLUS)]
+)  # 4 steps are an epoch: in the first, in the second
+def test_eight_steps_are_three_and_a_kill_and_five(
+    images: Path, tmp_path: Path, workers: int, first: int, queries: dict[str, Any]
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    pretrain(images / "train", whole, num_workers=1, **FULL)  # 2 epochs of 4 steps
+    pretrain(images / "train", whole, num_workers=1, **FULL | queries)  # 2 epochs of 4 steps
     assert Run(whole).steps() == [8]
-    changes = TINY | FULL | {"checkpoint_every_steps": first, "num_workers": workers}
+    changes = TINY | FULL | queries | {"checkpoint_every_steps": first, "num_workers": workers}
     command = [sys.executable, "-m", "adclr", "pretrain", str(images / "train"), "--out", str(parts), *words(changes)]
     # the process stops itself dead, in the middle of an epoch and of a line of metrics, two steps later
     killer = (
@@ -252,6 +259,7 @@ def test_unreadable_images_are_skipped_counted_and_listed(images: Path, tmp_path
 def test_two_processes_train_as_one(images: Path, tmp_path: Path, target: str) -> None:
     """torchrun with 2 gloo processes: the same data, centers and gradients, so the same losses."""
     changes = TINY | {"masked_weight": 1.0, "model.drop_path": 0.0, "method.target": target}
+    changes |= PLUS if target == "sinkhorn" else {}
     single = package.pretrain(images / "train", out=tmp_path / "one", **changes)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adclr", "pretrain"]
     both = subprocess.run(

@@ -209,7 +209,10 @@ class Journal:
             measures = measure()
         self.health_rows.append(measures)
         self.health_step = done
-        collapse, shortcut = health.diagnose(self.health_rows), health.diagnose_shortcut(self.health_rows)
+        method = self.settings.method
+        last = method.teacher_temperature if method.query_temperature is None else method.query_temperature
+        collapse = health.diagnose(self.health_rows)
+        shortcut = health.diagnose_shortcut(self.health_rows, last_temperature=last)
         findings = [finding for finding in (collapse, shortcut) if finding is not None]
         self.health_text = f", {health.summarize(measures)}"
         for finding in findings:
