@@ -104,12 +104,15 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
     results = json.loads((run.path / "results.json").read_text())
     assert results["steps"] == 8
     assert len(results["probes"]) == 3
+    assert results["seconds_to_first_step"] > results["seconds_starting"] > 0
     start = json.loads((run.path / "provenance.json").read_text())[0]
     for fact in ("command", "commit", "packages", "python", "device", "images", "collection", "micro_batch_size"):
         assert fact in start
     assert start["images"] == 32
     timing = list(run.rows("timing.jsonl"))
     assert all(row["images_per_second"] > 0 for row in timing[:-1])
+    assert timing[0]["seconds_to_first_step"] == results["seconds_to_first_step"]  # without the probe before it
+    assert timing[0]["seconds_to_first_step"] <= timing[0]["seconds_starting"] + timing[0]["seconds"]
     for part in ("looking", "probing", "saving"):
         spent = sum(row.get(f"seconds_{part}", 0.0) for row in timing)
         assert 0 < spent < 60, part
