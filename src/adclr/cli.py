@@ -86,11 +86,13 @@ def _list_recipes(kind: str = "") -> None:
 def _train(options: Namespace, values: dict[str, Any], kind: Any) -> None:
     """Pretrain or distill; `kind` is the class of the settings."""
     _require(options, "out", "no output directory was named; give --out RUN")
+    from adclr.system import machine
     from adclr.training import launch
 
     values |= {"data.check": options.check} if options.check else {}
     resume = bool(options.resume or options.replay)
-    launched = launch.prepare(options.data, options.out, options.recipe, values, resume, kind)
+    started = machine.process_start()
+    launched = launch.prepare(options.data, options.out, options.recipe, values, resume, kind, started)
     if options.replay is not None:
         from adclr.training import replay
 

@@ -57,6 +57,7 @@ def test_words_are_yaml() -> None:
         (["query_keys=all", "masked_weight=1"], "leak masked pixels"),
         (["query_source=local", "num_local=0"], "views.num_local=0; set views.num_local=6"),
         (["query_temperature_start=0.1"], "set method.query_temperature too"),
+        (["read_only_copies=true"], "set model.query_read_only_blocks=4"),
         (["query_read_only_blocks=13"], "is more than the 12 blocks of this model"),
         (["query_read_only_blocks=1", "query_keys=all"], "set model.query_keys=patches"),
         (["epochs=5"], "optim.warmup_epochs=10 leaves none of the 5 epochs; set optim.warmup_epochs=0.5"),

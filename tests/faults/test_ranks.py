@@ -95,14 +95,14 @@ from adclr.training.step import Step
 from tiny import tiny
 cpu = torch.device("cpu")
 with distributed.session(cpu):
-    settings = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4)
+    settings = tiny(**{changes!r})
     method = job.build(settings)
     optimizer = schedules.make_optimizer(method.student, settings)
     if {shard}:
         optimizer = Sharded(method, optimizer, settings, cpu).optimizer
     torch.manual_seed(0)
     views = [micro_batch.random_views(settings, 2, cpu) for _ in range(2)]
-    Step(settings, method, optimizer, cpu, None).accumulate_gradients([views[distributed.rank()]], 0.05, 0.05)
+    Step(settings, method, optimizer, cpu, None).accumulate_gradients([views[distributed.rank()]], 0.05, 0.1)
     found = {{n: distributed.full_tensor(p.grad) for n, p in method.student.named_parameters() if p.grad is not None}}
     if distributed.is_main():
         save_file(found, {out!r})
@@ -118,13 +118,18 @@ def torchrun(program: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_the_gradient_is_that_of_one_process(tmp_path: Path, shard: bool) -> None:
-    settings, cpu = tiny(masked_weight=1.0, drop_path=0.0, batch_size=4), torch.device("cpu")
+    changes: dict[str, Any] = {"masked_weight": 1.0, "drop_path": 0.0, "batch_size": 4}
+    if shard:  # the queries of ADCLR+, and read-only copies
+        changes |= {"query_source": "local", "read_only_copies": True, "query_read_only_blocks": 1}
+    settings, cpu = tiny(**changes), torch.device("cpu")
     method = job.build(settings)
     step = Step(settings, method, schedules.make_optimizer(method.student, settings), cpu, None, accumulate=2)
     torch.manual_seed(0)
-    step.accumulate_gradients([micro_batch.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.05)
+    step.accumulate_gradients([micro_batch.random_views(settings, 2, cpu) for _ in range(2)], 0.05, 0.1)
     program, out = tmp_path / "program.py", tmp_path / "gradients.safetensors"
-    program.write_text(GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out)))
+    program.write_text(
+        GRADIENTS.format(tests=str(Path(__file__).parents[1]), shard=shard, out=str(out), changes=changes)
+    )
     done = torchrun(program)
     assert done.returncode == 0, done.stderr
     found = load_file(out)

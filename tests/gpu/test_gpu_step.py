@@ -296,6 +296,7 @@ def test_a_run_is_recorded_with_and_without_compiling(tmp_path: Path, monkeypatc
 QUERIES = {
     "anchored": {"query_source": "local"},
     "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2, "query_keys": "patches"},
+    "anchored, read-only copies": {"query_source": "local", "read_only_copies": True, "query_read_only_blocks": 2},
     "read-only, keys of the image": {"query_read_only_blocks": 1},
     "anchored and random, masked": {"query_source": "local", "num_queries": 7, "masked_weight": 1.0},
     "DINOv3": DINOV3,

@@ -266,7 +266,7 @@ def test_the_method_gives_the_same_losses_gradients_and_centers(name: str, monke
         method = method.to(DEVICE)
         views = to_device(make_views(settings))
         monkeypatch.setattr(ADCLR, "_runs_kernels", lambda *_, forced=forced: forced)
-        losses = method(views, 0.05)
+        losses = method(views, 0.05, 0.12)  # the teacher's temperature for queries is another one
         losses.total.backward()
         method.update(1.0, torch.tensor(True, device=DEVICE))
         gradients = {n: p.grad for n, p in method.student.named_parameters()}

@@ -13,6 +13,7 @@ from adclr.config.settings import Settings
 from adclr.data.augment import _hidden
 from adclr.model.losses import Center, sinkhorn
 from adclr.model.method import ADCLR
+from adclr.model.tokens import Tokens
 from adclr.model.view_tensors import Masks, Views
 from adclr.training.job import build
 from tiny import tiny
@@ -97,15 +98,28 @@ def slow_losses(
         return torch.softmax((logits - center.value) / tau, -1)
 
     queries = None if views.queries is None else views.queries.to(double)
-    masks = views.masks
+    masks, blocks = views.masks, method.student.backbone.query_read_only_blocks
+
+    def read(branch: str, crop: Tensor, queries: Tensor | None, mask: Tensor | None = None) -> Tokens:
+        """With read-only copies two passes: that of ordinary queries, and that of read-only ones."""
+        vit = getattr(method, branch).backbone
+        tokens: Tokens = vit(crop, queries, mask)
+        if queries is None or method.query_copies == 1:
+            return tokens
+        vit.query_read_only_blocks = 0
+        ordinary = vit(crop, queries, mask).queries
+        vit.query_read_only_blocks = blocks
+        assert ordinary is not None
+        assert tokens.queries is not None
+        return tokens._replace(queries=torch.cat([ordinary, tokens.queries], dim=1))
+
     with torch.no_grad():
         teacher, student = [], []
         for v, crop in enumerate(views.global_crops.to(double)):
-            teacher.append(method.teacher.backbone(crop, queries))
-            mask = None if masks is None else masks.grid[v]
-            student.append(method.student.backbone(crop, queries, mask))
+            teacher.append(read("teacher", crop, queries))
+            student.append(read("student", crop, queries, None if masks is None else masks.grid[v]))
         for crop in [] if views.local_crops is None else views.local_crops.to(double):
-            student.append(method.student.backbone(crop, queries if method.queries_in_local_views else None))
+            student.append(read("student", crop, queries if method.queries_in_local_views else None))
         t_head, s_head = method.teacher.head, method.student.head
         batch = views.global_crops.shape[1]
         global_ = [
@@ -118,8 +132,9 @@ def slow_losses(
         result = {"global": sum(global_) / len(global_), "query": 0.0, "masked": 0.0}
         if queries is not None:
             # of each query the mean over its pairs, then the mean over queries and images
+            number = method.query_copies * queries.shape[1]
             for b in range(batch):
-                for i in range(queries.shape[1]):
+                for i in range(number):
                     targets = [target(t_head(teacher[t].queries[b, i]), "query") for t in range(2)]
                     pairs = [
                         h(targets[t], s_head(student[s].queries[b, i]))
@@ -127,9 +142,10 @@ def slow_losses(
                         for s in range(len(student))
                         if s != t and student[s].queries is not None
                     ]
-                    if i < method.anchored_queries:  # local view i is where query i was cut out
-                        pairs += [h(targets[t], s_head(student[2 + i].cls[b])) for t in range(2)]
-                    result["query"] += sum(pairs) / len(pairs) / (batch * queries.shape[1])
+                    box = i % queries.shape[1]
+                    if box < method.anchored_queries:  # the local view of this number is where the query was cut out
+                        pairs += [h(targets[t], s_head(student[2 + box].cls[b])) for t in range(2)]
+                    result["query"] += sum(pairs) / len(pairs) / (batch * number)
         if masks is not None:
             for v in range(2):
                 for b in range(batch):
@@ -142,6 +158,7 @@ def slow_losses(
         return result
 
 
+COPIES = {"read_only_copies": True, "query_read_only_blocks": 1, "query_keys": "patches"}
 METHODS = {
     "DINO": {"num_queries": 0},
     "iBOT": {"num_queries": 0, "masked_weight": 1.0},
@@ -157,6 +174,10 @@ METHODS = {
     "fewer queries than local views": {"query_source": "local", "num_queries": 1},
     "read-only": {"query_read_only_blocks": 1, "query_keys": "patches"},
     "anchored, read-only": {"query_source": "local", "query_read_only_blocks": 2},
+    "anchored, read-only copies": {"query_source": "local", **COPIES},
+    "read-only copies, masked": COPIES | {"masked_weight": 1.0},
+    "two anchored of five, copies in local views": COPIES
+    | {"query_source": "local", "num_queries": 5, "queries_in_local_views": True},
 }
 
 

@@ -78,6 +78,9 @@ def test_the_query_shortcut_is_named_with_the_settings_to_change(changes: dict[s
     if finding is not None:
         assert "only 0.01 nats higher" in finding.words
         assert re.search(r"set method\.query_temperature=0\.12.*views\.query_source=local", finding.words)
+    for temperature, named in ((0.07, expected), (0.12, False)):  # after its warm-up; 0.12: targets are to get soft
+        finding = health.diagnose_shortcut([first, *[later] * 3], last_temperature=temperature)
+        assert (finding is not None) is named
     assert health.diagnose_shortcut([first, *[row()] * 3]) is None  # of a run of an earlier version
     assert health.diagnose([first, *[later] * 3]) is None  # it is no collapse
 

@@ -213,3 +213,26 @@ def test_our_numbers_beside_the_papers_are_those_of_the_page_that_is_linked() ->
         numbers = set(re.findall(r"(?<=\| )\d+\.\d+", (docs / page).read_text(encoding="utf-8")))
         ours = {cell.strip() for cell in cells.split("|")} - {"", "–"}
         assert ours <= numbers, (page, ours - numbers)
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "end"),
+    [("README.md", "## Results", "## Compared with"), ("docs/adclr_plus.md", "## Results", "## How the settings")],
+)
+def test_numbers_of_results_are_those_of_the_studies(page: str, start: str, end: str) -> None:
+    """The numbers of a table row stand in one row of studies/results, those of a sentence somewhere in it."""
+    root = Path(__file__).parents[2]
+    pages = [path.read_text(encoding="utf-8") for path in (root / "studies/results").glob("*.md")]
+    rows = [_numbers(line) for text in pages for line in text.splitlines() if line.startswith("|")]
+    anywhere = {number.lstrip("+-") for text in pages for number in _numbers(text)}
+    text = (root / page).read_text(encoding="utf-8")
+    section = text[text.index(start) : text.index(end)]
+    told = [numbers for line in section.splitlines() if line.startswith("|") and (numbers := _numbers(line))]
+    assert len(told) > 2
+    for numbers in told:
+        assert any(numbers <= row for row in rows), numbers
+    assert {number.lstrip("+-") for number in _numbers(section)} <= anywhere
+
+
+def _numbers(text: str) -> set[str]:
+    return set(re.findall(r"[+-]?\d+\.\d+", text))

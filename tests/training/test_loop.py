@@ -49,14 +49,21 @@ def pretrain(data: Path, out: Path, **changes: Any) -> Run:
 
 
 FULL: dict[str, Any] = {"masked_weight": 1.0, "log_every_steps": 2, "micro_batch_size": 4}  # all terms, accumulation
+# queries of all kinds: anchored and random, ordinary and read-only, with targets that get softer
+PLUS: dict[str, Any] = {"query_source": "local", "num_queries": 3, "read_only_copies": True}
+PLUS |= {"query_read_only_blocks": 1, "query_temperature": 0.12, "query_temperature_start": 0.06}
 
 
-@pytest.mark.parametrize(("workers", "first"), [(0, 3), (3, 5)])  # 4 steps are an epoch: in the first, in the second
-def test_eight_steps_are_three_and_a_kill_and_five(images: Path, tmp_path: Path, workers: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "first", "queries"), [(0, 3, {}), (3, 5, PLUS)]
+)  # 4 steps are an epoch: in the first, in the second
+def test_eight_steps_are_three_and_a_kill_and_five(
+    images: Path, tmp_path: Path, workers: int, first: int, queries: dict[str, Any]
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    pretrain(images / "train", whole, num_workers=1, **FULL)  # 2 epochs of 4 steps
+    pretrain(images / "train", whole, num_workers=1, **FULL | queries)  # 2 epochs of 4 steps
     assert Run(whole).steps() == [8]
-    changes = TINY | FULL | {"checkpoint_every_steps": first, "num_workers": workers}
+    changes = TINY | FULL | queries | {"checkpoint_every_steps": first, "num_workers": workers}
     command = ["pretrain", images / "train", "--out", parts, *words(changes)]
     # the process stops itself dead, in the middle of an epoch and of a line of metrics, two steps later
     killer = (
@@ -96,12 +103,15 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
     results = json.loads((run.path / "results.json").read_text())
     assert results["steps"] == 8
     assert len(results["probes"]) == 3
+    assert results["seconds_to_first_step"] > results["seconds_starting"] > 0
     start = json.loads((run.path / "provenance.json").read_text())[0]
     for fact in ("command", "commit", "packages", "python", "device", "images", "collection", "micro_batch_size"):
         assert fact in start
     assert start["images"] == 32
     timing = list(run.rows("timing.jsonl"))
     assert all(row["images_per_second"] > 0 for row in timing[:-1])
+    assert timing[0]["seconds_to_first_step"] == results["seconds_to_first_step"]  # without the probe before it
+    assert timing[0]["seconds_to_first_step"] <= timing[0]["seconds_starting"] + timing[0]["seconds"]
     for part in ("looking", "probing", "saving"):
         spent = sum(row.get(f"seconds_{part}", 0.0) for row in timing)
         assert 0 < spent < 60, part
@@ -251,6 +261,7 @@ def test_unreadable_images_are_skipped_counted_and_listed(images: Path, tmp_path
 def test_two_processes_train_as_one(images: Path, tmp_path: Path, target: str) -> None:
     """torchrun with 2 gloo processes: the same data, centers and gradients, so the same losses."""
     changes = TINY | {"masked_weight": 1.0, "model.drop_path": 0.0, "method.target": target}
+    changes |= PLUS if target == "sinkhorn" else {}
     single = package.pretrain(images / "train", out=tmp_path / "one", **changes)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adclr", "pretrain"]
     both = subprocess.run(

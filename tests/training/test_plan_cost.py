@@ -36,6 +36,7 @@ CASES: list[dict[str, Any]] = [
     {"query_keys": "patches", "num_queries": 9},
     {"query_keys": "all", "num_queries": 9},
     {"train_gain": False, "depth": 1, "center": "shared"},
+    {"query_source": "local", "read_only_copies": True, "query_read_only_blocks": 1, "num_queries": 3},
     {"num_queries": 0, "class_attention": 1, "layer_scale": 0.1},
     SELFPATCH,
     SELFPATCH | {"num_local": 0, "train_gain": False, "class_attention": 3},

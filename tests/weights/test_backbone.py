@@ -355,7 +355,12 @@ def test_without_timm_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_backbone_is_described_as_it_was_built() -> None:
-    for options in ({}, {"num_registers": 3, "layer_scale": 0.5}, {"norm_eps": 1e-5, "position_resampling": "offset"}):
+    for options in (
+        {},
+        {"num_registers": 3, "layer_scale": 0.5},
+        {"norm_eps": 1e-5, "position_resampling": "offset"},
+        {"query_read_only_blocks": 2},
+    ):
         vit = backbone(**options)
         again = architecture_of(vit).build()
         assert again.state_dict().keys() == vit.state_dict().keys()

@@ -196,12 +196,19 @@ def test_matrices_resample_as_interpolation_does(stored: int, how: PositionResam
 
 @torch.no_grad()
 def test_our_own_format_comes_back_whole(tmp_path: Path) -> None:
-    vit, run = kept(tmp_path / "run", num_channels=1, norm_eps=1e-3, position_resampling="offset")
+    options = {"query_read_only_blocks": 1, "query_keys": "patches"}
+    vit, run = kept(tmp_path / "run", num_channels=1, norm_eps=1e-3, position_resampling="offset", **options)
     out = export(run, "safetensors", tmp_path / "deep" / "out")
     again = load_weights(out)
     assert architecture_of(again.vit) == architecture_of(vit)
     images = torch.randn(2, 1, 48, 24)
     assert torch.equal(again.vit(images).cls, vit(images).cls)
+    queries = torch.randn(2, 3, 1, vit.patch_size, vit.patch_size)
+    answers = vit(images, queries).queries
+    assert answers is not None
+    assert torch.equal(again.vit(images, queries).queries, answers)
+    vit.query_read_only_blocks = 0
+    assert not torch.equal(vit(images, queries).queries, answers)
     torch.testing.assert_close(run_card(out, images), vit(images).cls)
 
 

@@ -1,6 +1,35 @@
-"""Which settings go together: with class attention, with the patch loss, epochs, and batch sizes. Imports no torch."""
+"""Which settings go together: of queries, class attention, the patch loss, epochs and batch sizes. Imports no torch."""
 
 from __future__ import annotations
+
+
+def refuse_queries(
+    local_source_without_local: bool, start_without_end: bool, leaking: bool, copies_without_blocks: bool
+) -> None:
+    """Raise a ValueError for settings of queries that contradict each other."""
+    refusals = (
+        (
+            local_source_without_local,
+            "views.query_source=local takes queries from local crops, and views.num_local=0; "
+            "set views.num_local=6, or views.query_source=random",
+        ),
+        (
+            start_without_end,
+            "method.query_temperature_start needs an end; set method.query_temperature too, or leave it out",
+        ),
+        (
+            leaking,
+            "model.query_keys=all lets queries leak masked pixels; "
+            "set method.masked_weight=0 or another model.query_keys",
+        ),
+        (
+            copies_without_blocks,
+            "method.read_only_copies needs blocks in which queries are read-only; set model.query_read_only_blocks=4",
+        ),
+    )
+    for refused, sentence in refusals:
+        if refused:
+            raise ValueError(sentence)
 
 
 def refuse_class_attention(

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from adclr.config.combinations import refuse_class_attention, refuse_epochs, refuse_micro_batch
+from adclr.config.combinations import refuse_class_attention, refuse_epochs, refuse_micro_batch, refuse_queries
 from adclr.config.parsing import (
     VIT_SIZES,
     Beta,
@@ -213,6 +213,9 @@ class Method(Section):
         4096, "SelfPatch: prototypes of the head of the patch loss"
     )
     queries_in_local_views: bool = advanced(False, "add queries to the student's local crops too")
+    read_only_copies: bool = advanced(
+        False, "add a second copy of each query, read-only in the last model.query_read_only_blocks"
+    )
     center: Literal["separate", "shared"] = advanced(
         "separate",
         "one running center for each kind of token, or one shared by all; with queries, shared collapses [CLS]",
@@ -351,6 +354,11 @@ class Settings(Section):
         return min(views.num_queries, views.num_local) if views.query_source == "local" else 0
 
     @property
+    def query_tokens(self) -> int:
+        """Return how many query tokens a view has: queries, and their read-only copies."""
+        return self.views.num_queries * (2 if self.method.read_only_copies else 1)
+
+    @property
     def frozen_epochs(self) -> float:
         """Return the epochs in which the backbone is frozen."""
         epochs = self.optim.freeze_backbone_epochs
@@ -378,20 +386,13 @@ class Settings(Section):
                 raise ValueError(
                     f"views.{name}={size} is not divisible by model.patch_size={patch}; set views.{name}={near}"
                 )
-        if views.query_source == "local" and views.num_queries and not views.num_local:
-            raise ValueError(
-                "views.query_source=local takes queries from local crops, and views.num_local=0; "
-                "set views.num_local=6, or views.query_source=random"
-            )
-        if self.method.query_temperature_start is not None and self.method.query_temperature is None:
-            raise ValueError(
-                "method.query_temperature_start needs an end; set method.query_temperature too, or leave it out"
-            )
-        if self.masked and self.model.query_keys == "all" and views.num_queries:
-            raise ValueError(
-                "model.query_keys=all lets queries leak masked pixels; "
-                "set method.masked_weight=0 or another model.query_keys"
-            )
+        method = self.method
+        refuse_queries(
+            views.query_source == "local" and views.num_queries > 0 and not views.num_local,
+            method.query_temperature_start is not None and method.query_temperature is None,
+            self.masked and self.model.query_keys == "all" and views.num_queries > 0,
+            method.read_only_copies and not self.model.query_read_only_blocks,
+        )
         refuse_class_attention(
             self.model.class_attention,
             views.num_queries + self.model.num_registers,

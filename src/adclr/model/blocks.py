@@ -85,16 +85,20 @@ def groups_without_patches(groups: Sequence[Group], keep_patches: Sequence[bool]
     )
 
 
-def clear_queries(x: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Return M×D with the rows of all query tokens set to zero."""
-    return x.masked_fill(_is_query(tuple(groups), x.device), 0.0)
+def clear_queries(x: Tensor, groups: Sequence[Group], ordinary: Sequence[int] | None = None) -> Tensor:
+    """Return M×D with the rows of query tokens set to zero, but for the first `ordinary` queries of each group."""
+    ordinary = (0,) * len(groups) if ordinary is None else tuple(ordinary)
+    return x.masked_fill(_is_read_only(tuple(groups), ordinary, x.device), 0.0)
 
 
 @lru_cache(maxsize=128)
-def _is_query(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """Return M×1, true for query tokens."""
+def _is_read_only(groups: tuple[Group, ...], ordinary: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return M×1, true for query tokens that are not ordinary ones."""
     with torch.inference_mode(False):
-        rows = [torch.arange(group.tokens).ge(group.image).repeat(group.sequences) for group in groups]
+        rows = [
+            torch.arange(group.tokens).ge(group.image + count).repeat(group.sequences)
+            for group, count in zip(groups, ordinary, strict=True)
+        ]
         return torch.cat(rows).unsqueeze(1).to(device)
 
 

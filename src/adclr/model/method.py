@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ class Losses(NamedTuple):
 class Outputs(NamedTuple):
     """The student's logits or the teacher's targets.
 
-    Of the Q queries of an image, A are anchored to a local view. V is the number of the branch's views that have
-    queries; for an anchored query the student has one output more, the `[CLS]` of its local view.
+    Of the Q queries of an image, read-only copies included, A are anchored to a local view. V is the number of the
+    branch's views that have queries; for an anchored query the student has one output more, its local view's `[CLS]`.
     """
 
     global_: Tensor  # V×B×K
@@ -77,6 +77,7 @@ class ADCLR(nn.Module):
         target: Literal["center", "sinkhorn"] = "center",
         queries_in_local_views: bool = False,
         anchored_queries: int = 0,  # A: the first queries of an image, each cut out at the position of a local view
+        read_only_copies: bool = False,  # each query enters twice: as an ordinary one, and as a read-only one
         anchor: VisionTransformer | None = None,  # whose similarities between patches the student keeps
         anchor_weight: float = 0.0,
     ) -> None:
@@ -92,7 +93,7 @@ class ADCLR(nn.Module):
         self.student_temperature = student_temperature
         self.target = target
         self.queries_in_local_views = queries_in_local_views
-        self.anchored_queries = anchored_queries
+        self.anchored_queries, self.query_copies = anchored_queries, 2 if read_only_copies else 1
         self.num_prototypes = student.head.last_layer.direction.shape[0]
         kinds = ("shared",) if center == "shared" else ("global", "query", "masked")
         self.centers = nn.ModuleDict({kind: Center(self.num_prototypes, center_momentum) for kind in kinds})
@@ -153,8 +154,7 @@ class ADCLR(nn.Module):
         The neighbor loss alone needs its local views too.
         """
         crops, head, around = views.global_crops, self.teacher.head, self.num_neighbors
-        queries = _repeat_for_views(views.queries, crops.shape[0])
-        inputs = [Input(crops.flatten(0, 1), queries, patches=views.masks is not None, num_neighbors=around)]
+        inputs = [self._input(crops, views.queries, patches=views.masks is not None, num_neighbors=around)]
         if around and views.local_crops is not None:
             inputs.append(Input(views.local_crops.flatten(0, 1), patches=False, num_neighbors=around))
         outputs = self.teacher.backbone.forward_many(inputs)
@@ -191,14 +191,12 @@ class ADCLR(nn.Module):
         """
         crops = views.global_crops
         mask = None if views.masks is None else views.masks.grid.flatten(0, 1)
-        queries = _repeat_for_views(views.queries, crops.shape[0])
         all_patches = self.num_neighbors > 0
         needs_patches = mask is not None or all_patches or self.anchor is not None
-        inputs = [Input(crops.flatten(0, 1), queries, mask, patches=needs_patches)]
+        inputs = [self._input(crops, views.queries, mask=mask, patches=needs_patches)]
         if views.local_crops is not None:
-            local = views.local_crops
-            queries = _repeat_for_views(views.queries, local.shape[0]) if self.queries_in_local_views else None
-            inputs.append(Input(local.flatten(0, 1), queries, patches=all_patches))
+            queries = views.queries if self.queries_in_local_views else None
+            inputs.append(self._input(views.local_crops, queries, patches=all_patches))
         outputs = self.student.backbone.forward_many(inputs)
         cls = torch.cat([tokens.cls for tokens in outputs])
         rows = [cls]
@@ -215,6 +213,13 @@ class ADCLR(nn.Module):
             projections = projections._replace(patches=patches)
         return projections, outputs[0].patches
 
+    def _input(self, crops: Tensor, queries: Tensor | None, **options: Any) -> Input:
+        """Return the input of crops V×B×...: every view gets the same queries, and then their read-only copies."""
+        if queries is not None:
+            queries = queries.repeat(len(crops), self.query_copies, 1, 1, 1)
+            options["ordinary_queries"] = queries.shape[1] // 2 if self.query_copies == 2 else 0
+        return Input(crops.flatten(0, 1), queries, **options)
+
     def _order_rows(
         self, cls: Tensor, query: Tensor, masked: Tensor, views: Views, joined: Tensor | None = None
     ) -> Projections:
@@ -228,10 +233,11 @@ class ADCLR(nn.Module):
             joined = torch.cat([cls, query, masked]) if joined is None else joined
             return Projections(joined, (len(cls), 0, len(query), len(masked)))
         batch, dim = views.global_crops.shape[1], cls.shape[-1]
-        query = query.view(-1, batch, views.num_queries, dim)
+        query = query.view(-1, batch, self.query_copies, views.num_queries, dim)
         local = cls.view(-1, batch, dim)[2 : 2 + anchored].transpose(0, 1)  # B×A×256; the teacher has none
-        parts = [cls, query[:, :, :anchored].reshape(-1, dim), local.reshape(-1, dim)]
-        parts += [query[:, :, anchored:].reshape(-1, dim), masked]
+        local = local.repeat(1, self.query_copies, 1)
+        parts = [cls, query[:, :, :, :anchored].reshape(-1, dim), local.reshape(-1, dim)]
+        parts += [query[:, :, :, anchored:].reshape(-1, dim), masked]
         sizes = [len(part) for part in parts]
         return Projections(torch.cat(parts), (sizes[0], sizes[1] + sizes[2], sizes[3], sizes[4]))
 
@@ -285,8 +291,8 @@ class ADCLR(nn.Module):
             neighbor = branch.heads[-1].prototypes(projections.patches)
         batch, width = views.global_crops.shape[1], logits.shape[-1]
         cls, anchored, query, masked = logits.split_with_sizes(projections.sizes)
-        num_anchored = min(self.anchored_queries, views.num_queries)
-        num_others = views.num_queries - num_anchored
+        num_anchored = self.query_copies * min(self.anchored_queries, views.num_queries)
+        num_others = self.query_copies * views.num_queries - num_anchored
         return Outputs(
             cls.view(-1, batch, width),
             anchored.view(-1, batch * num_anchored, width) if num_anchored else None,
@@ -412,8 +418,3 @@ class ADCLR(nn.Module):
 def _project_patches(branch: Branch, parts: Sequence[Tensor | None]) -> Tensor:
     """Return the projections of patches by the second head, of all views one after the other: views×N×D -> rows×256."""
     return branch.heads[-1].project(torch.cat([part.flatten(0, 1) for part in parts if part is not None]))
-
-
-def _repeat_for_views(queries: Tensor | None, num_views: int) -> Tensor | None:
-    """B×Q×... -> (V·B)×Q×...: every view gets the same query crops."""
-    return None if queries is None else queries.repeat(num_views, 1, 1, 1, 1)

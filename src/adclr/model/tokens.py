@@ -24,6 +24,7 @@ class Input(NamedTuple):
     queries: Tensor | None = None  # B×Q×C×P×P
     mask: Tensor | None = None  # B×N, true where a patch is masked
     patches: bool = True  # whether to return patches and registers; without them the last block is cheaper
+    ordinary_queries: int = 0  # the first so many keep their own pixels in the read-only blocks
     num_neighbors: int = 0  # with class attention: also what `[CLS]`'s token reads from so many neighbors of each patch
 
 

@@ -223,7 +223,7 @@ class VisionTransformer(nn.Module):
         normed = self.first_norm(x)
         for i, (block, next_norm) in enumerate(self._blocks_and_norms()):
             if self._clears_queries(i):
-                x = clear_queries(x, groups)
+                x = clear_queries(x, groups, [item.ordinary_queries for item in inputs])
             needed = keep_patches if i == self.depth - 1 and not self.class_attention else None
             x, normed = run((block, x, normed, groups, next_norm, factors[i], needed, turned))
         if self.class_attention:

@@ -105,11 +105,16 @@ def diagnose(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Fin
     return None
 
 
-def diagnose_shortcut(rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW) -> Finding | None:
+def diagnose_shortcut(
+    rows: Sequence[Measures], in_a_row: int = MEASURES_IN_A_ROW, last_temperature: float | None = None
+) -> Finding | None:
     """Return a finding if in all of the last rows queries are matched by their own pixels, None otherwise.
 
-    Features may still get better, so this is no collapse. With soft targets a small gap is normal.
+    Features may still get better, so this is no collapse. With soft targets a small gap is normal, also in runs whose
+    targets are still to get soft: `last_temperature` is the teacher's for queries after its warm-up.
     """
+    if last_temperature is not None and last_temperature >= SHARP_QUERY_TEMPERATURE:
+        return None
 
     def is_shortcut(row: Measures) -> bool:
         measured = all(name in row for name in ("query_image_gap", "query_loss_of_log_k", "query_temperature"))

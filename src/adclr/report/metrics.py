@@ -126,7 +126,8 @@ SCHEDULES = {
     "voided_steps": Metric("Void steps", "steps without effect because a loss or gradient was not finite", floor=0),
 }
 # seconds, which the bar of the time shows; the entropy in the health batch; the number of held-out images
-NOT_DRAWN = {"seconds", *(f"seconds_{part}" for part in OVERHEADS), "target_entropy", "held_out_images"}
+PARTS_OF_TIME = {f"seconds_{part}" for part in (*OVERHEADS, "starting", "to_first_step")}
+NOT_DRAWN = {"seconds", *PARTS_OF_TIME, "target_entropy", "held_out_images"}
 WAITING_SHARE = 0.2  # of the time; more is worth a statement
 
 
@@ -166,7 +167,9 @@ class Statement(NamedTuple):
 def describe_status(record: RunRecord) -> list[Statement]:
     """Return what the curves say about a run, in words."""
     statements = [Statement(False, text) for text in record.messages]
-    statements += _describe_health(record.health_rows, ended=record.state in ("finished", "stopped"))
+    names = ("method.query_temperature", "method.teacher_temperature")  # the first one that is set is that of queries
+    temperature = next((value for name in names if isinstance(value := record.settings.get(name), float)), None)
+    statements += _describe_health(record.health_rows, record.state in ("finished", "stopped"), temperature)
     statements += _describe_scores(record)
     waiting = record.overheads["waiting_for_images"]
     if record.seconds and waiting > WAITING_SHARE * record.seconds:
@@ -183,7 +186,9 @@ def describe_status(record: RunRecord) -> list[Statement]:
     return statements
 
 
-def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[Statement]:
+def _describe_health(
+    rows: Sequence[health.Measures], ended: bool, last_temperature: float | None = None
+) -> list[Statement]:
     """Return whether it collapses, by fewer measures than a warning needs with their number, and the query shortcut."""
     count = len(rows)
     if not count:
@@ -213,7 +218,7 @@ def _describe_health(rows: Sequence[health.Measures], ended: bool) -> list[State
         ]
     text = "No collapse" if certain else f"No sign of a collapse in {count} measurements"
     statements = [Statement(True, f"{text}: {measured}.")]
-    shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1))
+    shortcut = health.diagnose_shortcut(rows, min(health.MEASURES_IN_A_ROW, count - 1), last_temperature)
     if shortcut is not None:
         statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))
     return statements

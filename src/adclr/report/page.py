@@ -108,6 +108,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
     if not isinstance(speed, int | float):
         speed = record.last_value("images_per_second")
     loss, total = record.last_value("loss"), record.settings.get("train.epochs")
+    first_step = record.last_value("seconds_to_first_step")  # of the last start
     epochs = "–" if record.epochs is None else format_number(round(record.epochs, 1))
     return {
         "state": record.state,
@@ -117,6 +118,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
         "kNN": "–" if record.knn_top1 is None else f"{record.knn_top1:.1f} %",
         "images/s": "–" if speed is None else f"{speed:.0f}",
         "time": format_run_time(record.seconds),
+        **({} if first_step is None else {"first step after": format_run_time(first_step)}),
     }
 
 

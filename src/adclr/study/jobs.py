@@ -42,12 +42,13 @@ def pending_evaluations(study: Study, cell: Cell, results: Results, workspace: W
     """Return the missing evaluations whose data is here; None if neither they nor a training can be done."""
     result = results.read(cell)
     has_weights = cell.untrained or (result is not None and workspace.has_weights(cell, results))
-    if not has_weights and not _can_train(cell, results, workspace):
+    can_train = not cell.untrained and _can_train(cell, results, workspace)
+    if not has_weights and not can_train:
         return None
     pending = [
         one
         for one in results.missing_evaluations(cell, study.outline.evaluations)
-        if one.data is not None and data_name(one.data) in workspace.folders
+        if one.data is not None and data_name(one.data) in workspace.folders and (can_train or not one.is_time)
     ]
     return pending if pending or (result is None and not cell.untrained) else None
 
@@ -120,6 +121,11 @@ def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) 
         weights = str((workspace.out / results.run_name(cell.source)).absolute())
         overrides["distill.teacher" if cell.source_name == "teacher" else "model.init"] = weights
     pictures = workspace.pictures(cell, results).absolute()
+    evaluations = pending_evaluations(study, cell, results, workspace) or []
+    timed = next((one for one in evaluations if one.is_time), None)
+    probe = {}
+    if timed is not None and timed.data is not None:
+        probe = {"probe.data": data_path(timed.data, folders), **timed.build("", "").probe}
     return {
         "run": str((workspace.out / results.run_name(cell)).absolute()),
         "result": str(results.file(cell).absolute()),
@@ -130,13 +136,14 @@ def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) 
         "overrides": overrides,
         "identity": cell.identity,
         "untrained": cell.untrained,
+        "probe": probe,  # settings with which the time to an accuracy is measured
         "evaluations": [
             {
                 "evaluation": one.model_dump(mode="json"),
                 "data": data_path(one.data, folders),
                 "fingerprint": results.fingerprints.evaluations.get(one.data),
             }
-            for one in pending_evaluations(study, cell, results, workspace) or ()
+            for one in evaluations
             if one.data is not None
         ],
         "pictures": [

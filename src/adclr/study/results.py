@@ -138,7 +138,8 @@ class Results:
         """Return the evaluations without scores of a run; all of them, also its training, if it was not trained."""
         result = self.read(cell)
         stored = {} if result is None else result["evaluations"]
-        by_key = {one.key: one for one in evaluations.values()}  # two columns may be of one evaluation
+        # two columns may be of one evaluation
+        by_key = {one.key: one for one in evaluations.values() if not (cell.untrained and one.is_time)}
         for key, one in by_key.items():
             if key not in stored or one.name == TRAINING:
                 continue
@@ -171,7 +172,7 @@ def get_score(result: Mapping[str, Any] | None, evaluation: Evaluation) -> float
     else:
         scores = result["evaluations"].get(evaluation.key, {}).get("scores", {})
         number = scores.get(evaluation.score)
-        if scores and number is None:
+        if scores and number is None and not evaluation.is_time:  # which has no minutes if it was not reached
             raise UserError(f"{evaluation.name} has no score '{evaluation.score}'; it has: {', '.join(sorted(scores))}")
     return float(number) if isinstance(number, int | float) and math.isfinite(number) else None
 
@@ -194,6 +195,7 @@ def write_training(
         "minutes": summary.get("seconds_training", 0.0) / 60,
         "images_per_second": summary.get("images_per_second"),
         "gib": summary.get("gpu_gib"),
+        "seconds_to_first_step": summary.get("seconds_to_first_step"),
         "last": last,
         "probes": probes,
     }

@@ -13,6 +13,7 @@
     evaluations:                      # columns of the table, by title
       kNN: {name: knn, data: imagenette, score: knn_top1_k20}
       rank: {name: training, score: rank_cls}   # the last one in the run's own metrics.jsonl
+      minutes to 75 %: {name: time_to_knn, data: imagenette, score: minutes, settings: {at_least: 75}}
     pictures:                         # by name of a folder; drawn of every run, kept beside its weights
       queries: {name: queries, data: imagenette/val, settings: {num_images: 20}}
 
@@ -41,6 +42,7 @@ from adclr.config import parsing
 from adclr.config.distillation import DEFAULT_RECIPE, DistillSettings
 from adclr.config.parsing import Count, Positive, Section, Several, UserError
 from adclr.config.settings import Settings
+from adclr.study import time_to_knn
 from adclr.training import launch
 
 TRAINING = "training"  # instead of an evaluation: a number of the run's own metrics
@@ -66,18 +68,29 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.name not in (TRAINING, *evals.NAMES):
+        if self.name not in (TRAINING, time_to_knn.NAME, *evals.NAMES):
             raise ValueError(
-                f"unknown evaluation '{self.name}'; there are: {', '.join(evals.NAMES)}, and {TRAINING} for a number "
-                "of the run's own metrics"
+                f"unknown evaluation '{self.name}'; there are: {', '.join(evals.NAMES)}, {TRAINING} for a number "
+                f"of the run's own metrics, and {time_to_knn.NAME}"
             )
+        if self.is_time and self.score not in time_to_knn.SCORES:
+            raise ValueError(f"{self.name} has no score '{self.score}'; it has: {', '.join(time_to_knn.SCORES)}")
+        if self.is_time and self.recipe is not None:
+            raise ValueError(f"{self.name} has no recipes; leave out recipe: {self.recipe}")
         if (self.data is None) != (self.name == TRAINING):
             raise ValueError(f"evaluation {self.name} {'has no data' if self.data else 'needs data: NAME'}; mend that")
         return self
 
     @property
+    def is_time(self) -> bool:
+        """Return whether it is measured during the training, and not on its weights."""
+        return self.name == time_to_knn.NAME
+
+    @property
     def settings_class(self) -> type[Section]:
         """The `Settings` of the evaluation."""
+        if self.is_time:
+            return time_to_knn.Settings
         settings: type[Section] = evals.import_evaluation(self.name).Settings
         return settings
 
@@ -90,6 +103,8 @@ class Evaluation(Section):
 
     def build(self, weights: str, data: str) -> Any:
         """Return its settings for weights and data."""
+        if self.is_time:
+            return parsing.build(time_to_knn.Settings, self.settings)
         layers = evals.load_recipe(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
         return parsing.build(self.settings_class, *layers)
 
@@ -296,6 +311,9 @@ def read_study(file: Path) -> Study:
             figure.build()
     except UserError as error:
         raise UserError(f"study {file}: {error}") from None
+    probes = {(one.data, one.build("", "").every_epochs) for one in outline.evaluations.values() if one.is_time}
+    if len(probes) > 1:
+        raise UserError(f"study {file}: all {time_to_knn.NAME} need the same data and every_epochs; make them the same")
     if outline.control is not None and outline.control not in study.labels:
         raise UserError(f"study {file}: control '{outline.control}' is none of: {'; '.join(study.labels)}")
     return study

@@ -24,7 +24,12 @@ T_QUANTILES = (
     *(2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120),
 )
 T_QUANTILE_BEYOND = 2.1
-COSTS = {"minutes": "minutes", "GiB": "gib", "images/s": "images_per_second"}  # column: number of the training
+COSTS = {
+    "minutes": "minutes",
+    "start-up s": "seconds_to_first_step",
+    "GiB": "gib",
+    "images/s": "images_per_second",
+}  # column: number of the training
 MAX_NAMES = 6  # missing runs that are named
 SOURCES = {"init": "starts from the weights of", "teacher": "learns from the weights of"}
 
@@ -138,6 +143,11 @@ def _describe_missing(study: Study, results: Results) -> list[str]:
     words = [f"{title} of {count} runs" for title, count in counts.items() if count]
     if words:
         lines.append(f"**Not scored yet: {', '.join(words)}.**")
+    for title, one in study.outline.evaluations.items():
+        scored = [cell for cell in trained if one.is_time and one.key in (results.read(cell) or {})["evaluations"]]
+        late = [f"{cell.label}, seed {cell.seed}" for cell in scored if get_score(results.read(cell), one) is None]
+        if late:
+            lines.append(f"**Not reached: {title}, by {'; '.join(late)}.**")
     return lines
 
 
@@ -201,7 +211,13 @@ def _describe_protocol(study: Study, results: Results, evaluations: Mapping[str,
         if facts:
             lines.append(f"{arm}: {', '.join(facts)}, recipe {cell.recipe}.")
     for title, one in evaluations.items():
-        if one.data is not None:
+        if one.is_time:
+            settings = one.build("", "")
+            lines.append(
+                f"{title}: `{one.score}` until kNN on {one.data}, scored every {settings.every_epochs} epochs, is at "
+                f"least {settings.at_least:g} %. Minutes count from the command, without the time of these scores."
+            )
+        elif one.data is not None:
             changes = ([f"recipe {one.recipe}"] if one.recipe else []) + [f"{k}={v}" for k, v in one.settings.items()]
             changed = f" with {', '.join(changes)}" if changes else ""
             lines.append(f"{title}: `{one.score}` of `adclr evaluate {one.name}` on {one.data}{changed}.")

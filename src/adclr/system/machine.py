@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,17 @@ if TYPE_CHECKING:  # counting cores needs no torch
 
 GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self/stat")
+STARTED = time.monotonic()  # about when this process started, where the system does not say
+
+
+def process_start() -> float:
+    """Return when this process started, on the clock of `time.monotonic`."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):  # Linux; elsewhere the first import counts
+        ticks = int(PROCESS.read_text().rpartition(")")[2].split()[19])  # since the machine was started
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - max(0.0, age)
+    return STARTED
 
 
 def host_memory() -> float:

@@ -69,6 +69,7 @@ def build(settings: Settings) -> ADCLR:
         target=method.target,
         queries_in_local_views=method.queries_in_local_views,
         anchored_queries=settings.num_anchored,
+        read_only_copies=method.read_only_copies,
         anchor=shape.build() if method.anchor_weight else None,
         anchor_weight=method.anchor_weight,
     )

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from adclr.config.parsing import UserError
@@ -27,6 +28,7 @@ from adclr.training.schedules import Schedules, Values
 from adclr.training.signals import Signals
 
 MAX_VOIDED_ROWS = 1000  # of voided.jsonl; each has the keys of a whole batch
+NOT_IN_SECONDS = ("seconds_probing", "seconds_starting", "seconds_to_first_step")  # of timing.jsonl's `seconds`
 PACE_STEPS = 2  # at least, from which the time of a whole run is estimated
 
 
@@ -58,6 +60,7 @@ class Journal:
         views: Prefetcher[Views],
         keys: Callable[[int], list[str]],  # of the images of a step
         start: int,
+        started: float | None = None,  # when the command began, by `time.monotonic`
     ) -> None:
         self.settings, self.run, self.schedules, self.meter, self.views = settings, run, schedules, meter, views
         self.keys, self.start = keys, start
@@ -66,6 +69,8 @@ class Journal:
         self.line = ProgressLine(settings.command, schedules.total_steps, start, show=self.main)
         self.logged_at, self.logged_step, self.text = time.monotonic(), start, ""  # of the last line
         self.other_seconds: dict[str, float] = {}  # not spent on steps, since the last line of timing.jsonl
+        self.started = self.logged_at if started is None else started
+        self.probe_seconds = 0.0  # before the first step
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
         self.health_rows = [row for row in rows if health.is_measured(row) and row.get("step", 0) <= start]
         self.health_step: int | None = None  # of the last of them
@@ -86,6 +91,7 @@ class Journal:
             f"{train.epochs} epochs, {self.schedules.total_steps} steps of {train.batch_size} images: {self.run.path}"
         )
         self.logged_at = time.monotonic()
+        self.other_seconds["seconds_starting"] = self.logged_at - self.started
         return self
 
     def __exit__(
@@ -107,6 +113,8 @@ class Journal:
     ) -> None:
         """Meter a step; every few steps write a line, for which the host waits for the device, and `measure` health."""
         self.meter.add(done, losses, ok)
+        if done == self.start + 1:
+            self._note_first_step()
         line_is_due = done % self.settings.train.log_every_steps == 0 or done == self.schedules.total_steps
         if line_is_due:
             means, void, last_void = self.meter.read()
@@ -126,6 +134,14 @@ class Journal:
         if line_is_due or not self.on_gpu:  # else the host does not know how far the GPU is
             self._check_pace(done)
         self.line.move(done, self.text)
+
+    def _note_first_step(self) -> None:
+        """Wait for the first step of this start, and note the time since the command began, without that of probes."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.meter.sums.device)
+        seconds = time.monotonic() - self.started - self.probe_seconds
+        self.other_seconds["seconds_to_first_step"] = seconds
+        self.say(f"first step done {seconds:.1f} s after the command")
 
     def _check_pace(self, done: int) -> None:
         """Warn once of a run that takes over a day, by its first steps without the very first, which sets things up."""
@@ -160,7 +176,7 @@ class Journal:
         """Write the time after the last line: health, checkpoint, pictures, and the wait until they are on the disk."""
         done, seconds = max(self.start, self.meter.done), time.monotonic() - self.logged_at
         if done == self.logged_step:  # no steps
-            known = sum(value for name, value in self.other_seconds.items() if name != "seconds_probing")
+            known = sum(value for name, value in self.other_seconds.items() if name not in NOT_IN_SECONDS)
             self.other_seconds["seconds_saving"] = self.other_seconds.get("seconds_saving", 0.0) + max(
                 0.0, seconds - known
             )
@@ -193,7 +209,10 @@ class Journal:
             measures = measure()
         self.health_rows.append(measures)
         self.health_step = done
-        collapse, shortcut = health.diagnose(self.health_rows), health.diagnose_shortcut(self.health_rows)
+        method = self.settings.method
+        last = method.teacher_temperature if method.query_temperature is None else method.query_temperature
+        collapse = health.diagnose(self.health_rows)
+        shortcut = health.diagnose_shortcut(self.health_rows, last_temperature=last)
         findings = [finding for finding in (collapse, shortcut) if finding is not None]
         self.health_text = f", {health.summarize(measures)}"
         for finding in findings:
@@ -259,7 +278,9 @@ class Journal:
         warning = probe.warning(scores)
         if warning:
             self.say(f"warning: {warning}")
-        self.logged_at += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self.logged_at += seconds
+        self.probe_seconds += seconds
 
 
 def _describe(means: dict[str, float | None], names: tuple[str, ...], speed: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Launch:
     source: Source
     run: Run
     reasons: list[str]  # of the automatic choice, for the user
+    started: float = field(default_factory=time.monotonic)  # when the command or call began, by `time.monotonic`
 
 
 def prepare(
@@ -56,11 +58,14 @@ def prepare(
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     kind: type[Settings] = Settings,
+    started: float | None = None,
 ) -> Launch:
     """Check everything and return the settings, images and directory of a run; nothing is written.
 
-    `kind` is the class of the settings: of pretraining or of a distillation.
+    `kind` is the class of the settings: of pretraining or of a distillation. `started` is when the command began, by
+    `time.monotonic`; by default now.
     """
+    started = time.monotonic() if started is None else started
     if store_urls.is_remote(out):
         raise UserError(
             f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out"
@@ -118,7 +123,7 @@ def prepare(
         if differences:
             raise UserError(f"{run.path} holds a run with other settings: {differences[0]}; choose another --out")
     check_batch(settings, len(source), num_processes(), "processes")
-    return Launch(settings, source, run, reasons)
+    return Launch(settings, source, run, reasons, started)
 
 
 def add_images(data: str | Path | None, overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def train(launched: Launch) -> Run:
             job = shard(job)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)
             live = _open_live(job)
-            _take_steps(job, step, _make_probe(job, images), live)
+            _take_steps(job, step, _make_probe(job, images), live, launched.started)
         except torch.OutOfMemoryError:
             fits = False  # the size that fits is measured below, where no traceback holds on to memory
         if not fits:
@@ -106,7 +106,9 @@ def train(launched: Launch) -> Run:
     return run
 
 
-def _take_steps(job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None) -> None:
+def _take_steps(
+    job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None, started: float
+) -> None:
     """Take all steps that are left; log, score, save and draw between them."""
     settings, schedules, start, total = job.settings, job.schedules, job.start, job.schedules.total_steps
     save_every = settings.train.checkpoint_every_steps or max(CHECKPOINT_STEPS, schedules.steps_per_epoch)
@@ -115,7 +117,14 @@ def _take_steps(job: Job, take_step: Step, probe: journal.Probe | None, live: Li
     with (
         closing(job.batches.from_step(start)) as views,
         Journal(
-            job.settings, job.run, schedules, job.meter, views, lambda done: job.batches.step_keys(done - 1), start
+            job.settings,
+            job.run,
+            schedules,
+            job.meter,
+            views,
+            lambda done: job.batches.step_keys(done - 1),
+            start,
+            started,
         ) as journal,
         Signals(journal.say) as signals,
         Writer(job.run, settings, journal.say) as writer,
@@ -207,6 +216,10 @@ def _finish(job: Job, backbone: Backbone) -> None:
             "steps": job.schedules.total_steps,
             "epochs": settings.train.epochs,
             "seconds_training": sum(row.get("seconds", 0.0) for row in timing),
+            "seconds_starting": sum(row.get("seconds_starting", 0.0) for row in timing),
+            "seconds_to_first_step": next(
+                (row["seconds_to_first_step"] for row in timing if "seconds_to_first_step" in row), None
+            ),
             "images_per_second": float(np.median(speeds)) if speeds else None,
             "gpu_gib": torch.cuda.max_memory_allocated(job.device) / machine.GIB if job.device.type == "cuda" else None,
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),

@@ -91,12 +91,12 @@ def estimate_image_bytes(settings: Settings) -> float:
     """
     views, patch = settings.views, settings.model.patch_size
     dim, depth, _ = settings.model.shape
-    queries = views.num_queries
+    queries = settings.query_tokens
     tokens = 2 * ((views.global_size // patch) ** 2 + 1 + queries) + views.num_local * (
         (views.local_size // patch) ** 2 + 1 + queries * settings.method.queries_in_local_views
     )
     rows = 2 + views.num_local + (2 + views.num_local * settings.method.queries_in_local_views) * queries
-    rows += settings.num_anchored  # local [CLS], a second time
+    rows += settings.num_anchored * queries // max(1, views.num_queries)  # local [CLS], once more for each copy
     if settings.masked:
         rows += int((views.global_size // patch) ** 2 * views.mask_ratio[1])
     blocks = depth / 24 + 1 if settings.train.checkpoint_activations else depth  # inputs of all, and all of one

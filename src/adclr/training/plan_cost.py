@@ -120,7 +120,7 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
     however it is computed. Backward is twice the forward, except for the pixels, which need no gradient.
     """
     views, method = settings.views, settings.method
-    queries = views.num_queries
+    queries = settings.query_tokens
     local_queries = queries if method.queries_in_local_views else 0
     needs_patches = settings.model.class_attention > 0
     embed, body = view_flops(settings, views.global_size, queries, settings.masked or needs_patches)
@@ -142,7 +142,8 @@ def flops(settings: Settings, hidden: float | None = None) -> Flops:
         body = view_flops(settings, views.global_size, queries, True)[1] + similarities
     blocks = 2 * body + views.num_local * body_local
     # local [CLS] tokens are compared with the targets of anchored queries too
-    forward = blocks + _head(settings, student_rows, student_rows + settings.num_anchored)
+    again = settings.num_anchored * queries // max(1, views.num_queries)
+    forward = blocks + _head(settings, student_rows, student_rows + again)
     class_local = views.num_local * class_attention_flops(settings, views.local_size)
     class_global = 2 * class_attention_flops(settings, views.global_size)
     teacher, forward = teacher + class_global, forward + class_global + class_local
@@ -252,12 +253,12 @@ def gpu_memory(settings: Settings) -> tuple[float, float]:
     """
     views, method = settings.views, settings.method
     dim, _, _ = settings.model.shape
-    count, local_queries = parameters(settings), views.num_queries if method.queries_in_local_views else 0
+    count, local_queries = parameters(settings), settings.query_tokens if method.queries_in_local_views else 0
     # float32 weights of both branches, gradients and the two moments; bfloat16 copies of the student's weights
     anchor = 4 * count.backbone if method.anchor_weight else 0
     fixed = anchor + 8 * count.all + 12 * count.trained + 2 * count.all + CONTEXT_BYTES + LOGIT_BYTES
     prefix = 1 + settings.model.num_registers
-    tokens = 2 * (_patches(settings, views.global_size) + prefix + views.num_queries)
+    tokens = 2 * (_patches(settings, views.global_size) + prefix + settings.query_tokens)
     tokens += views.num_local * (_patches(settings, views.local_size) + prefix + local_queries)
     pixels = settings.model.num_channels * (2 * views.global_size**2 + views.num_local * views.local_size**2)
     stored, copies = stored_bytes(settings), 2 if allows_cuda_graph(settings) else 1
