@@ -67,10 +67,11 @@ def adclr_command(
 
     With `fresh` in a new process, else in a fork of one that has imported torch.
     """
-    variables = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
+    usual = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+    variables = usual | environment
     words = [*map(str, arguments)]
     if not _server and not fresh:
-        _server.append(ForkServer(variables))
+        _server.append(ForkServer(usual))
         atexit.register(_server[0].close)
     if not fresh and _server[0].serves(variables):
         return _server[0].run(program, words, variables, timeout=600)
