@@ -22,7 +22,7 @@ from adclr.evals import score_text
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.runs import provenance
-from adclr.system.stores.urls import conceal, is_remote
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import as_utf8, printable, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix

@@ -26,7 +26,7 @@ from adclr.data.random_draws import Keys, key_of
 from adclr.system import stores
 from adclr.system.files import write_atomically
 from adclr.system.progress import ProgressCount
-from adclr.system.stores.urls import is_remote
+from adclr.system.store_urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")

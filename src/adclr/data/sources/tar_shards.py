@@ -25,8 +25,8 @@ from adclr.data.sources import SUFFIXES, Facts, Listing, Source, fact, is_search
 from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoredObject, StoreReader
 from adclr.system import stores
 from adclr.system.progress import ProgressCount
+from adclr.system.store_urls import is_remote
 from adclr.system.stores import StoreFile
-from adclr.system.stores.urls import is_remote
 from adclr.system.threads import ThreadPool
 
 LONGEST_LABEL = 256  # bytes of a .cls file
