@@ -160,13 +160,13 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
-        actual = Resources()
-        actual.feed(page.read_text(encoding="utf-8"))
-        for address in actual.loaded:
+        found = Resources()
+        found.feed(page.read_text(encoding="utf-8"))
+        for address in found.loaded:
             assert "//" not in address, (page.name, address)
             if page.name != "404.html":
                 assert (page.parent / address.split("?")[0]).exists(), (page.name, address)
-        for address in actual.links:
+        for address in found.links:
             if page.name != "404.html" and address and not re.match(r"https?:|#|mailto:", address):
                 assert (page.parent / address.split("#")[0]).exists(), (page.name, address)
     settings = (site / "reference/settings.html").read_text(encoding="utf-8")

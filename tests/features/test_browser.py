@@ -112,11 +112,11 @@ def test_a_patch_that_is_pointed_at_shows_what_is_like_it(browser: Any, two: str
     page = visit(browser, two)
     box = page.locator("#image").bounding_box()
     panel = "#panels figure:nth-child(2) canvas"
-    actual = {pixels(page, panel)}
+    found = {pixels(page, panel)}
     for x in (0.1, 0.6):
         after(page, lambda x=x: page.mouse.move(box["x"] + x * box["width"], box["y"] + 0.4 * box["height"]), "pointed")
-        actual.add(pixels(page, panel))
-    assert len(actual) == 3
+        found.add(pixels(page, panel))
+    assert len(found) == 3
     assert "like the patch" in page.locator("#panels").inner_text()
     assert page.errors == []
 
@@ -147,20 +147,20 @@ def test_a_link_points_at_the_same_patch_again(browser: Any, two: str) -> None:
 def test_keys_point_at_patches(browser: Any, one: str) -> None:
     page = visit(browser, f"{one}#box=0.25,0.25,0.5,0.5")
     panel = "#panels figure:nth-child(2) canvas"
-    actual = [pixels(page, panel)]
+    found = [pixels(page, panel)]
     page.locator("#image").focus()
     for key, place in (("ArrowLeft", "0.375,0.375"), ("ArrowLeft", "0.3125,0.4375"), ("ArrowDown", "0.3125,0.5625")):
         after(page, lambda key=key: page.keyboard.press(f"Alt+{key}"), "pointed")
         until(page, f"location.hash.includes('patch={place}')")  # first the middle of the box, then patch by patch
-        actual.append(pixels(page, panel))
+        found.append(pixels(page, panel))
     for _ in range(8):
         after(page, lambda: page.keyboard.press("Alt+ArrowLeft"), "pointed")
     until(page, "location.hash.includes('patch=0.0625,')")  # and no further
-    assert len(set(actual)) == 4
+    assert len(set(found)) == 4
     assert "box=0.25,0.25,0.5,0.5" in page.url
     page.keyboard.press("Escape")
     until(page, "!location.hash.includes('patch')")
-    assert pixels(page, panel) == actual[0]
+    assert pixels(page, panel) == found[0]
     assert "Alt and arrows" in page.locator("#hint").inner_text()
     assert page.errors == []
 
@@ -187,9 +187,9 @@ def test_keys_move_and_size_the_box(browser: Any, one: str) -> None:
     page = visit(browser, f"{one}#box=0.25,0.25,0.5,0.5")
 
     def box() -> list[float]:
-        match = re.search(r"box=([\d.,]+)", page.url)
-        assert match
-        return [float(edge) for edge in match[1].split(",")]
+        found = re.search(r"box=([\d.,]+)", page.url)
+        assert found
+        return [float(edge) for edge in found[1].split(",")]
 
     page.locator("#image").focus()
     after(page, lambda: page.keyboard.press("ArrowRight"))

@@ -75,17 +75,17 @@ def rows_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def maps_of(folder: Path) -> dict[str, np.ndarray]:
-    results = {}
+    found = {}
     for line in (folder / "index.jsonl").read_text().splitlines():
         row = json.loads(line)
         shape = (row["height"], row["width"], 16)
         if row["shard"].endswith(".npy"):
             patches = np.load(folder / row["shard"], mmap_mode="r")
-            results[row["path"]] = patches[row["key"] : row["key"] + shape[0] * shape[1]].reshape(shape)
+            found[row["path"]] = patches[row["key"] : row["key"] + shape[0] * shape[1]].reshape(shape)
         else:
-            results[row["path"]] = load_file(folder / row["shard"])[row["key"]]
-        assert results[row["path"]].shape == shape
-    return results
+            found[row["path"]] = load_file(folder / row["shard"])[row["key"]]
+        assert found[row["path"]].shape == shape
+    return found
 
 
 loaded_once = cache(load_weights)
@@ -107,9 +107,9 @@ def test_vectors_are_what_the_network_makes_of_each_image(
 ) -> None:
     about = package.embed(weights, photos, out=tmp_path / "f.parquet", vector=vector, part_size=8, batch_size=5)
     assert (about["rows"], about["unreadable"], about["dim"]) == (21, 0, 32 if vector == "both" else 16)
-    actual = rows_of(tmp_path / "f.parquet")
-    assert list(actual) == list(ImageFolder(photos).paths)  # in the order of the collection
-    for path, values in actual.items():
+    found = rows_of(tmp_path / "f.parquet")
+    assert list(found) == list(ImageFolder(photos).paths)  # in the order of the collection
+    for path, values in found.items():
         tokens = tokens_of(weights, photos, path, center_crop((16, 16)))
         expected = {"cls": tokens.cls[0], "mean_patch": tokens.patches[0].mean(dim=0)}
         wanted = torch.cat(list(expected.values())) if vector == "both" else expected[vector]
@@ -157,9 +157,9 @@ def test_patch_maps_are_of_any_size(
     monkeypatch.setattr(embedding, "MAX_TOKENS", 200)  # groups are cut, and several go together
     about = package.embed(weights, photos, out=tmp_path / "maps", dense=True, format=format_, batch_size=9, **settings)
     assert about["rows"] == 21
-    actual = maps_of(tmp_path / "maps")
-    assert list(actual) == list(ImageFolder(photos).paths)
-    for path, values in actual.items():
+    found = maps_of(tmp_path / "maps")
+    assert list(found) == list(ImageFolder(photos).paths)
+    for path, values in found.items():
         image = Decoder()((photos / path).read_bytes())
         frame = framing(*image.shape[1:])
         expected = tokens_of(weights, photos, path, framing).patches[0].view(frame.height // 4, frame.width // 4, 16)
@@ -169,15 +169,15 @@ def test_patch_maps_are_of_any_size(
 
 
 def test_results_do_not_hang_on_batches_or_threads(weights: Path, photos: Path, tmp_path: Path) -> None:
-    results = []
+    found = []
     for batch_size, workers, size in ((1, 1, 8192), (4, 3, 8192), (21, 2, 5)):
         out = tmp_path / f"{batch_size}.parquet"
         package.embed(weights, photos, out=out, batch_size=batch_size, num_workers=workers, part_size=size, size=None)
-        results.append(rows_of(out))
-    for other in results[1:]:
-        assert list(other) == list(results[0])
+        found.append(rows_of(out))
+    for other in found[1:]:
+        assert list(other) == list(found[0])
         for path, values in other.items():
-            assert np.abs(values - results[0][path]).max() <= 1e-5 * np.linalg.norm(values)
+            assert np.abs(values - found[0][path]).max() <= 1e-5 * np.linalg.norm(values)
 
 
 def test_portions_hold_every_image_once_and_few_tokens(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

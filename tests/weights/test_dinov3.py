@@ -52,9 +52,9 @@ def agree(vit: VisionTransformer, theirs: Any, sizes: tuple[tuple[int, int], ...
         images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
         tokens, expected = vit(images), theirs(images)
         registers = [] if tokens.registers is None else [tokens.registers]
-        actual = torch.cat([tokens.cls[:, None], *registers, tokens.patches], dim=1)
-        assert actual.shape == expected.shape
-        assert (actual - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
+        found = torch.cat([tokens.cls[:, None], *registers, tokens.patches], dim=1)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
 
 
 def written(folder: Path, state: State, name: str = "model.safetensors") -> Path:
