@@ -201,8 +201,8 @@ def ways() -> dict[str, Attend]:
 def as_table(titles: list[str], lines: dict[str, list[Line | None]]) -> list[str]:
     """Rows of Markdown: milliseconds forward, and forward with backward."""
     rows = [f"| ms forward, and with backward | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
-    for name, found in lines.items():
-        figures = (f"{line.forward:.3f}, {line.total:.3f}" if line else "failed" for line in found)
+    for name, actual in lines.items():
+        figures = (f"{line.forward:.3f}, {line.total:.3f}" if line else "failed" for line in actual)
         rows.append(f"| {name} | {' | '.join(figures)} |")
     return rows
 
@@ -216,9 +216,9 @@ def tune(case: Case, size: str, qkv: Tensor, grad: Tensor, until: float) -> None
                 print("  no time for the other candidates")
                 break
             table[size] = config
-            found = measure(label(config), attention.fused, case, qkv, grad)
-            if found:
-                best = min(best, (found[which], config), key=lambda pair: pair[0])
+            actual = measure(label(config), attention.fused, case, qkv, grad)
+            if actual:
+                best = min(best, (actual[which], config), key=lambda pair: pair[0])
         table[size] = best[1] if best[0] < float("inf") else before
         print(f"  -> {label(table[size])}")
 

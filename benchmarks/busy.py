@@ -71,18 +71,18 @@ def measure(folder: Path, images: Path, runs: int, busy: int, waiting: str, give
     names = (*openmp.WAIT_VARIABLES, *openmp.THREAD_VARIABLES)
     environment = {name: value for name, value in os.environ.items() if name not in names} | WAITING[waiting]
     words = [f"{name}={value}" for name, value in (SETTINGS | (TINY if given.tiny else {})).items()]
-    found = [Run(folder / f"run{number}") for number in range(runs)]
+    results = [Run(folder / f"run{number}") for number in range(runs)]
     with ExitStack() as stack:
         for _ in range(busy):
             stack.enter_context(process(["-c", "while True: pass"], environment))
-        for run in found:
+        for run in results:
             command = ["-m", "adclr", "pretrain", str(images), "--out", str(run.path), "--recipe", "demo", *words]
             stack.enter_context(process(command, environment))
-        wait(lambda: all(len(steps(run)) > 2 for run in found))  # the first steps set things up
-        before = [len(steps(run)) for run in found]
+        wait(lambda: all(len(steps(run)) > 2 for run in results))  # the first steps set things up
+        before = [len(steps(run)) for run in results]
         time.sleep(given.seconds)
-        wait(lambda: all(len(steps(run)) > count for run, count in zip(found, before, strict=True)))
-        spent = [steps(run)[count:] for run, count in zip(found, before, strict=True)]
+        wait(lambda: all(len(steps(run)) > count for run, count in zip(results, before, strict=True)))
+        spent = [steps(run)[count:] for run, count in zip(results, before, strict=True)]
     return sum(BATCH * len(seconds) / sum(seconds) for seconds in spent) / runs
 
 

@@ -62,8 +62,8 @@ def train(settings: Settings, images: list[np.ndarray], steps: int, fast: bool, 
         drawn = plan_batch(settings, epoch, keys[chosen], packed.sizes)
         views = augment.render(packed.to(device), drawn, settings.data.mean, settings.data.std)
         torch.manual_seed(draw * 10**6 + number)  # drop path
-        found, _ = step([views], schedules.at(number))
-        losses.append(found[0])
+        actual, _ = step([views], schedules.at(number))
+        losses.append(actual[0])
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     return [float(loss) for loss in losses]

@@ -190,7 +190,7 @@ def training_rates(bench: Bench, steps: int, repeats: int) -> None:
     values = schedules.Values(1e-4, 0.04, 0.99, settings.method.teacher_temperature, freeze_last_layer=False)
     feeds = {"the cache": bench.feed(cached=True), "files": bench.feed(cached=False)}
     constant = next(bench.views(feeds["the cache"], 1))
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for number in range(repeats + 1):
         for name in ("one constant batch", "the cache", "files"):
             views = None if name == "one constant batch" else bench.views(feeds[name], steps + 3)
@@ -201,11 +201,11 @@ def training_rates(bench: Bench, steps: int, repeats: int) -> None:
                 step([constant if views is None else next(views)], values)
             torch.cuda.synchronize()
             if number:
-                found.setdefault(name, []).append(steps * bench.batch / (time.perf_counter() - started))
+                results.setdefault(name, []).append(steps * bench.batch / (time.perf_counter() - started))
             if views is not None:
                 views.close()
-    still = statistics.median(found["one constant batch"])
-    for name, rates in found.items():
+    still = statistics.median(results["one constant batch"])
+    for name, rates in results.items():
         middle = statistics.median(rates)
         spread = f"({min(rates):.0f} to {max(rates):.0f}), {100 * middle / still:.1f} % of the constant batch"
         print(f"{'training from ' + name:<52} {middle:>9.0f} images/s   {spread}", flush=True)

@@ -149,10 +149,10 @@ def accuracy(task: Task) -> None:
     expected = plain(task, low=False)
 
     def against(work: Callable[[Task, bool], Result], low: bool) -> str:
-        found = work(task, low)
-        loss = ((found[0] - expected[0]) / expected[0]).abs().item()
+        actual = work(task, low)
+        loss = ((actual[0] - expected[0]) / expected[0]).abs().item()
         text = f"loss {loss:.0e} off"
-        for name, a, b in zip(("rows", "prototypes"), found[1:], expected[1:], strict=True):
+        for name, a, b in zip(("rows", "prototypes"), actual[1:], expected[1:], strict=True):
             cosine = F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
             text += f"; gradient of {name}: cosine {cosine:.6f}, length {(a.norm() / b.norm()).item():.5f}"
         return text

@@ -97,9 +97,9 @@ def measure(name: str, function: Mlp, case: Case, alone: bool = True) -> None:
             function(*case.inputs)
 
     def work() -> str:
-        found = both(function, case.inputs, case.grad)
+        actual = both(function, case.inputs, case.grad)
         wrong = [
-            float((mine.double() - true).norm() / true.norm()) for mine, true in zip(found, case.expected, strict=True)
+            float((mine.double() - true).norm() / true.norm()) for mine, true in zip(actual, case.expected, strict=True)
         ]
         errors = " ".join(f"{error:.1e}" for error in wrong)
         if not max(wrong) < 2e-2:
@@ -121,10 +121,10 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 def again(*inputs: Tensor) -> Tensor:
     """GELU made again in backward, as in `blocks.run_selectively_checkpointed`."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    found: Tensor = checkpoint(
+    actual: Tensor = checkpoint(
         dispatch.mlp_plain, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
     )
-    return found
+    return actual
 
 
 def products(case: Case, of_weights: torch.dtype) -> None:

@@ -107,7 +107,7 @@ def expected(given: Case) -> list[Tensor]:
     """Of the rows that are checked, in float64; of weight and bias, over all rows, some at a time."""
     rows = given.x.shape[0]
     ends = torch.cat([torch.arange(min(CHECKED, rows)), torch.arange(max(0, rows - CHECKED), rows)])
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for chosen in (ends.to(given.x.device), *torch.arange(rows, device=given.x.device).split(25_000)):
         x, branch, factor, dtotal, dy = (
             tensor.detach()[chosen].double() for tensor in (*given[:3], given.dtotal, given.dy)
@@ -117,19 +117,19 @@ def expected(given: Case) -> list[Tensor]:
         for leaf in part.leaves:
             leaf.requires_grad_()
         results = both(dispatch.add_norm_plain, part)
-        if not found:
-            found = [*results[:4], torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
+        if not actual:
+            actual = [*results[:4], torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
         else:
-            found[4] += results[4]
-            found[5] += results[5]
-    return [ends.to(given.x.device), *found]
+            actual[4] += results[4]
+            actual[5] += results[5]
+    return [ends.to(given.x.device), *actual]
 
 
 def errors(add_norm: AddNorm, given: Case, true: list[Tensor]) -> list[float]:
     """Relative: of sum, norm, and the gradients of x, branch, weight and bias."""
-    found = both(add_norm, given)
-    found = [*(one[true[0]] for one in found[:4]), *found[4:]]
-    return [float((mine.double() - one).norm() / one.norm()) for mine, one in zip(found, true[1:], strict=True)]
+    actual = both(add_norm, given)
+    actual = [*(one[true[0]] for one in actual[:4]), *actual[4:]]
+    return [float((mine.double() - one).norm() / one.norm()) for mine, one in zip(actual, true[1:], strict=True)]
 
 
 class Line(NamedTuple):
@@ -177,9 +177,9 @@ def tune(given: Case, true: list[Tensor], until: float) -> None:
                 print("  no time for the other candidates")
                 break
             table[size] = config
-            found = measure(label(name, config), norm.fused, given, true)
-            if found:
-                best = min(best, (found[which], config), key=lambda pair: pair[0])
+            actual = measure(label(name, config), norm.fused, given, true)
+            if actual:
+                best = min(best, (actual[which], config), key=lambda pair: pair[0])
         table[size] = best[1] if best[0] < float("inf") else before
         print(f"  {label('fastest ' + name, table[size])}")
 

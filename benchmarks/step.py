@@ -150,19 +150,19 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
 
 def measured(case: Case, device: torch.device, peak: float, given: argparse.Namespace) -> Row | str:
     """The row, or why there is none; whatever happened, nothing is left on the device."""
-    found: Row | str
+    actual: Row | str
     try:
-        found = measure(case, device, peak, given)
+        actual = measure(case, device, peak, given)
     except torch.OutOfMemoryError:
-        found = "out of memory"
+        actual = "out of memory"
     except Exception as error:  # one row that fails must not cost the others
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        actual = " ".join(f"{type(error).__name__}: {error}".split())[:160]
     gc.collect()
     if "torch._dynamo" in sys.modules:  # what was compiled for a row holds on to its parameters
         torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return actual
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -234,8 +234,8 @@ def main() -> None:
         if given.json:
             facts = {"machine": machine, "cuda": torch.version.cuda, "matmul_tflops": peak / 1e12, "tiny": given.tiny}
             facts |= {name: getattr(given, name) for name in ("steps", "warmup", "repeats")}
-            found = {"rows": [asdict(row) for row in rows], "failed": failed, "ratios": dict(ratios(rows))}
-            write_json(given.json, facts | found | {"provenance": started})
+            actual = {"rows": [asdict(row) for row in rows], "failed": failed, "ratios": dict(ratios(rows))}
+            write_json(given.json, facts | actual | {"provenance": started})
 
     for case, name in cases:
         row = measured(case, device, peak, given)

@@ -65,9 +65,9 @@ def serve(place: Path) -> Iterator[Callable[..., str]]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         started.append(process)
         assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found
-        return found[0]
+        match = re.search(r"http://\S+", process.stdout.readline())
+        assert match
+        return match[0]
 
     yield start
     for process in started:
@@ -89,8 +89,8 @@ def two(serve: Callable[..., str], place: Path) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as found:
-        opened = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with playwright.sync_playwright() as actual:
+        opened = actual.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
 

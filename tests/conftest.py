@@ -17,9 +17,8 @@ if not torch.cuda.is_available():  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 from adclr.data.sets import scenes
-from adclr.system import stores
+from adclr.system import store_urls, stores
 from adclr.system.stores import cache as store_cache
-from adclr.system.stores import urls as store_urls
 from store_server import Server, running
 from tiny import THREADS, Adclr, adclr_command
 

@@ -118,9 +118,9 @@ def instances(folder: Path, num_train: int = 8, num_val: int = 4, size: int = 64
                     }
                 )
         categories = [{"id": 2 * kind + 1, "name": name} for kind, name in enumerate(scenes.KINDS)]
-        found = {"images": images, "annotations": annotations, "categories": categories}
+        actual = {"images": images, "annotations": annotations, "categories": categories}
         (folder / "annotations").mkdir(exist_ok=True)
-        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(found))
+        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(actual))
     return folder
 
 

@@ -61,15 +61,19 @@ _server: list[ForkServer] = []  # of this process, from its first command on
 
 
 def adclr_command(
-    *arguments: object, program: str | None = None, **environment: str
+    *arguments: object, program: str | None = None, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does, or by a program that calls it; variables are added to the environment."""
-    variables = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
+    """Run a command as a user does, or by a program that calls it; variables are added to the environment.
+
+    With `fresh` in a new process, else in a fork of one that has imported torch.
+    """
+    usual = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+    variables = usual | environment
     words = [*map(str, arguments)]
-    if not _server:
-        _server.append(ForkServer(variables))
+    if not _server and not fresh:
+        _server.append(ForkServer(usual))
         atexit.register(_server[0].close)
-    if _server[0].serves(variables):
+    if not fresh and _server[0].serves(variables):
         return _server[0].run(program, words, variables, timeout=600)
     command = [sys.executable, *(["-c", program] if program else ["-m", "adclr"]), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)

@@ -21,7 +21,7 @@ from typing import Any
 from adclr import __version__
 from adclr.system import locks, openmp
 from adclr.system.arguments import Parser, attach_value, count, format_rows, positive, seed
-from adclr.system.stores.urls import conceal
+from adclr.system.store_urls import conceal
 from adclr.system.text import printable
 
 W = (

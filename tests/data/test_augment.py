@@ -43,24 +43,24 @@ def test_crop_and_resize_are_pillows(size: int) -> None:
         [[10, 20, 200, 180], [0, 0, 101, 190], [30, 5, 60, 50], [0, 0, 9, 7], [100, 100, 70, 91], [3, 2, 1, 1]]
     )
     which, flip = [0, 1, 2, 3, 0, 3], [False, True, False, True, True, False]
-    found = crops_of(pack(IMAGES), which, boxes, flip, size)
+    actual = crops_of(pack(IMAGES), which, boxes, flip, size)
     for n, (image, (top, left, height, width)) in enumerate(zip(which, boxes, strict=True)):
         theirs = Image.fromarray(IMAGES[image].transpose(1, 2, 0)).crop((left, top, left + width, top + height))
         theirs = theirs.resize((size, size), Image.Resampling.BICUBIC)
         if flip[n]:
             theirs = theirs.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         expected = torch.from_numpy(np.asarray(theirs).transpose(2, 0, 1).copy()).float()
-        difference = (found[n] * 255 - expected).abs()
+        difference = (actual[n] * 255 - expected).abs()
         assert difference.mean() <= 0.5, (n, difference.mean())  # Pillow rounds twice, we do not
         assert difference.max() <= 3
 
 
 @pytest.mark.parametrize("size", [96, 16])
 def test_crop_and_resize_are_torchs_to_rounding(size: int) -> None:
-    found = crops_of(pack(IMAGES), [1], np.array([[5, 7, 90, 150]]), [False], size)
+    actual = crops_of(pack(IMAGES), [1], np.array([[5, 7, 90, 150]]), [False], size)
     source = torch.from_numpy(IMAGES[1][None, :, 5:95, 7:157].copy()).float()
     expected = torch.nn.functional.interpolate(source, size=(size, size), mode="bicubic", antialias=True)
-    torch.testing.assert_close(found * 255, expected.clamp(0, 255), rtol=0, atol=2e-3)
+    torch.testing.assert_close(actual * 255, expected.clamp(0, 255), rtol=0, atol=2e-3)
 
 
 def photo(n: int = 6, size: int = 40) -> torch.Tensor:
@@ -79,18 +79,18 @@ def photo(n: int = 6, size: int = 40) -> torch.Tensor:
 def test_each_jitter_is_torchvisions(ours, theirs, factors) -> None:  # type: ignore[no-untyped-def]
     x = photo()
     x[5] = to_gray(x[5:])  # gray has no hue
-    found = ours(x, torch.tensor(factors).view(-1, 1, 1, 1))
+    actual = ours(x, torch.tensor(factors).view(-1, 1, 1, 1))
     for n, factor in enumerate(factors):
-        torch.testing.assert_close(found[n], theirs(x[n], factor), rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual[n], theirs(x[n], factor), rtol=0, atol=1e-4)
 
 
 def test_gray_blur_and_solarize_are_torchvisions() -> None:
     x = photo()
     torch.testing.assert_close(to_gray(x), TF.rgb_to_grayscale(x), rtol=0, atol=1e-6)
     sigma = [0.1, 0.5, 1.0, 1.5, 1.9, 2.0]
-    found = blur(x, torch.tensor(sigma))
+    actual = blur(x, torch.tensor(sigma))
     for n, s in enumerate(sigma):
-        torch.testing.assert_close(found[n], TF.gaussian_blur(x[n], [13, 13], [s, s]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual[n], TF.gaussian_blur(x[n], [13, 13], [s, s]), rtol=0, atol=1e-5)
     torch.testing.assert_close(solarize(x), TF.solarize(x, 128 / 255))
 
 
@@ -102,7 +102,7 @@ def test_steps_come_in_the_order_drawn_and_only_where_drawn() -> None:
     gray = np.array([False, True, False, False, False, True])
     sigma = np.array([0.0, 0.0, 1.1, 0.0, 0.0, 0.7])
     solar = np.array([False, False, True, False, False, True])
-    found = photometric(x.clone(), jitter, factors, order, gray, sigma, solar)
+    actual = photometric(x.clone(), jitter, factors, order, gray, sigma, solar)
     steps = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue]
     for n in range(6):
         y = x[n]
@@ -114,8 +114,8 @@ def test_steps_come_in_the_order_drawn_and_only_where_drawn() -> None:
             y = TF.gaussian_blur(y, [13, 13], [sigma[n]] * 2)
         if solar[n]:
             y = TF.solarize(y, 128 / 255)
-        torch.testing.assert_close(found[n], y, rtol=0, atol=1e-3)
-    assert torch.equal(found[4], x[4])
+        torch.testing.assert_close(actual[n], y, rtol=0, atol=1e-3)
+    assert torch.equal(actual[4], x[4])
 
 
 def test_views_have_their_shapes_and_do_not_hang_on_their_neighbors_by_one_bit() -> None:
@@ -178,8 +178,8 @@ def test_views_of_photographs_are_pillows(kind: str, size: int) -> None:
     packed = pack(images)
     for number, image in enumerate(images):
         which = np.full(crops.boxes.shape[1], number)
-        found = crops_of(packed, which.tolist(), crops.boxes[number], crops.flip[number].tolist(), size)
-        for crop, (top, left, height, width), flip in zip(found, crops.boxes[number], crops.flip[number], strict=True):
+        actual = crops_of(packed, which.tolist(), crops.boxes[number], crops.flip[number].tolist(), size)
+        for crop, (top, left, height, width), flip in zip(actual, crops.boxes[number], crops.flip[number], strict=True):
             theirs = Image.fromarray(image.transpose(1, 2, 0)).crop((left, top, left + width, top + height))
             theirs = theirs.resize((size, size), Image.Resampling.BICUBIC)
             if flip:
@@ -208,10 +208,10 @@ def test_each_step_on_photographs_is_torchvisions(ours, theirs) -> None:  # type
     """On numbers as we keep them nearly to the bit; on bytes, which torchvision rounds, within 1 of 255 in the mean."""
     bytes_ = torch.stack([torch.from_numpy(image[:, 150:374, 200:424].copy()) for image in photographs()])
     x = bytes_ / 255
-    found = ours(x.clone())
-    torch.testing.assert_close(found, theirs(x), rtol=0, atol=1e-4)
-    assert (found * 255 - theirs(bytes_)).abs().mean(dim=(1, 2, 3)).max() <= 1
-    assert (found - x).abs().mean() > 0.01  # the step does something
+    actual = ours(x.clone())
+    torch.testing.assert_close(actual, theirs(x), rtol=0, atol=1e-4)
+    assert (actual * 255 - theirs(bytes_)).abs().mean(dim=(1, 2, 3)).max() <= 1
+    assert (actual - x).abs().mean() > 0.01  # the step does something
 
 
 def blurred(x: torch.Tensor, sigmas: list[float]) -> torch.Tensor:

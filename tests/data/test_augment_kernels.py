@@ -144,7 +144,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
     if kind == "queries":
         assert crops.flip.any()
         assert not crops.flip.all()
-    found = launch_kernels.render_crops(packed, [crops], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))[0].cpu()
+    actual = launch_kernels.render_crops(packed, [crops], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))[0].cpu()
     for number, photo in enumerate(photos):
         for place, (top, left, height, width) in enumerate(crops.boxes[number]):
             theirs = Image.fromarray(photo.transpose(1, 2, 0)).crop((left, top, left + width, top + height))
@@ -152,7 +152,7 @@ def test_photographs_are_pillows(kind: str, patch_size: int) -> None:
             if crops.flip[number, place]:
                 theirs = theirs.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             expected = torch.from_numpy(np.asarray(theirs).transpose(2, 0, 1).copy()).float()
-            assert (found[place, number] * 255 - expected).abs().mean() <= 1
+            assert (actual[place, number] * 255 - expected).abs().mean() <= 1
 
 
 def test_one_crop_of_each_image_and_nothing_else() -> None:

@@ -49,9 +49,9 @@ def test_polygons_and_both_kinds_of_run_lengths_are_pycocotools() -> None:
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], Any], split: str = "train") -> Path:
     file = folder / "annotations" / f"instances_{split}.json"
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found))
+    actual = json.loads(file.read_text())
+    change(actual)
+    file.write_text(json.dumps(actual))
     return folder
 
 
@@ -131,7 +131,7 @@ def test_images_of_another_size_than_said_are_named(tmp_path: Path) -> None:
 def guessed(truth: Instances, seed: int) -> list[dict[str, Any]]:
     """Detections that are sometimes right, a little off, of another class, or nowhere."""
     rng = np.random.default_rng(seed)
-    found = []
+    results = []
     for index, own in enumerate(truth.objects):
         height, width = truth.sizes[index].tolist()
         for one in [*own, *own[:1]]:
@@ -141,7 +141,7 @@ def guessed(truth: Instances, seed: int) -> list[dict[str, Any]]:
             left, top, right, bottom = one.box
             kind = one.kind if rng.random() < 0.8 else int(rng.integers(len(truth.classes)))
             code = their_masks.encode(np.asfortranarray(mask))
-            found.append(
+            results.append(
                 {
                     "image_id": truth.numbers[index],
                     "category_id": truth.categories[kind],
@@ -150,7 +150,7 @@ def guessed(truth: Instances, seed: int) -> list[dict[str, Any]]:
                     "segmentation": {"size": list(code["size"]), "counts": code["counts"].decode()},
                 }
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("seed", [0, 1])

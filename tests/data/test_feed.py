@@ -72,17 +72,17 @@ def test_an_unreadable_image_is_listed_once_and_its_place_filled_by_the_next(fol
     listed: list[tuple[str, str]] = []
     feed = Feed(source, 3, Decoder(), on_unreadable=lambda path, reason: listed.append((path, reason)))
     for _ in range(2):
-        found = collect(feed, 32)
+        actual = collect(feed, 32)
     assert sorted(path for path, _ in listed) == [source.paths[5], source.paths[6]]
     assert all("not an image of a known format" in reason for _, reason in listed)
     size = 3 * 24 * 24
-    for number, (a, b) in enumerate(zip(clean, found, strict=True)):
+    for number, (a, b) in enumerate(zip(clean, actual, strict=True)):
         assert np.array_equal(a.plan.global_crops.boxes, b.plan.global_crops.boxes)  # the places keep their draws
         if number != 1:
             assert all(map(torch.equal, views(a), views(b)))
     seventh = clean[1].packed.bytes[3 * size :]
     for place in (1, 2, 3):
-        assert found[1].packed.bytes[place * size : (place + 1) * size].equal(seventh)
+        assert actual[1].packed.bytes[place * size : (place + 1) * size].equal(seventh)
 
 
 def test_too_many_unreadable_images_stop_the_run(folder: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_single_file_that_is_gone_is_listed(folder: Path, tmp_path: Path) -> N
     source = ImageFolder(folder)
     (folder / source.paths[3]).unlink()
     listed: list[str] = []
-    for found in (source, Subset(source, np.arange(32))):
-        collect(Feed(found, 2, Decoder(), on_unreadable=lambda path, _: listed.append(path)), 32)
+    for actual in (source, Subset(source, np.arange(32))):
+        collect(Feed(actual, 2, Decoder(), on_unreadable=lambda path, _: listed.append(path)), 32)
     assert listed == [source.paths[3]] * 2
     shutil.move(folder, tmp_path / "elsewhere")
     assert Subset(source, np.arange(5, 9)).lost(0) == str(folder)

@@ -162,7 +162,7 @@ def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path, num_w
     def views(folder: Path) -> dict[str, list[torch.Tensor]]:
         source = ImageFolder(folder)
         feed = Feed(source, num_workers, Decoder())
-        found = {}
+        results = {}
         order = ((3, np.array([i])) for i in range(len(source)))
         for path, batch in zip(
             source.paths, feed.batches(order, lambda e, k, s: plan_batch(settings, e, k, s)), strict=True
@@ -170,8 +170,8 @@ def test_what_is_shown_does_not_hang_on_broken_files_elsewhere(wild: Path, num_w
             made = render(batch.packed, batch.plan, settings.data.mean, settings.data.std)
             assert made.local_crops is not None
             assert made.queries is not None
-            found[path] = [made.global_crops, made.local_crops, made.queries]
-        return found
+            results[path] = [made.global_crops, made.local_crops, made.queries]
+        return results
 
     before = views(wild)
     for name in broken():

@@ -96,8 +96,8 @@ def test_a_batch_is_what_the_cpu_makes_of_it_upright_and_in_order() -> None:
     for blob, offset, size in zip(blobs, packed.offsets, packed.sizes, strict=True):
         expected = cpu(blob)
         assert expected.shape[1:] == tuple(size)
-        found = packed.bytes[offset : offset + expected.size].cpu().numpy().reshape(expected.shape)
-        assert np.abs(found.astype(float) - expected).mean() <= NEAR
+        actual = packed.bytes[offset : offset + expected.size].cpu().numpy().reshape(expected.shape)
+        assert np.abs(actual.astype(float) - expected).mean() <= NEAR
 
 
 def cut_and_closed(data: bytes, share: float) -> bytes:
@@ -194,8 +194,8 @@ def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPat
     assert asked == [odd]
     assert listed == []
     expected = decoder(odd)
-    found = batch.packed.bytes[batch.packed.offsets[4] :][: expected.size].cpu().numpy()
-    assert np.array_equal(found, expected.reshape(-1))
+    actual = batch.packed.bytes[batch.packed.offsets[4] :][: expected.size].cpu().numpy()
+    assert np.array_equal(actual, expected.reshape(-1))
 
 
 @pytest.mark.parametrize(("subsampling", "near"), [(0, NEAR), (2, 2.0 if ON_GPU else 0.0)])
@@ -211,5 +211,5 @@ def test_photographs_are_pillows(subsampling: int, near: float) -> None:
         packed, _ = decoder.pack([item])
         assert packed is not None
         pillow = np.asarray(Image.open(buffer)).transpose(2, 0, 1)
-        found = packed.bytes.cpu().numpy().reshape(pillow.shape)
-        assert np.abs(found.astype(float) - pillow).mean() <= near
+        actual = packed.bytes.cpu().numpy().reshape(pillow.shape)
+        assert np.abs(actual.astype(float) - pillow).mean() <= near

@@ -16,15 +16,15 @@ from dense_scenes import CLASSES, refused, saved, segmented
 
 
 def test_pairs_are_the_scenes(tmp_path: Path) -> None:
-    found = open_segmented(segmented(tmp_path))
-    check(found, show=False)
-    assert (len(found.train), len(found.val), found.classes) == (8, 4, CLASSES)
-    for index, name in enumerate(found.val.paths):
+    actual = open_segmented(segmented(tmp_path))
+    check(actual, show=False)
+    assert (len(actual.train), len(actual.val), actual.classes) == (8, 4, CLASSES)
+    for index, name in enumerate(actual.val.paths):
         made = scenes.scene(5, int(Path(name).stem), 48)
-        pixels = found.decoder(Decoder())(found.val.read(index))
+        pixels = actual.decoder(Decoder())(actual.val.read(index))
         assert np.array_equal(pixels[:3], made.image.transpose(2, 0, 1))
         assert np.array_equal(pixels[3], made.labels())
-    shrunk = found.decoder(Decoder(), largest=24)(found.val.read(0))
+    shrunk = actual.decoder(Decoder(), largest=24)(actual.val.read(0))
     assert shrunk.shape == (4, 24, 24)
     assert set(np.unique(shrunk[3])) <= set(range(11))
 
@@ -71,10 +71,10 @@ def test_ade20k_begins_at_one(tmp_path: Path) -> None:
         Image.new("RGB", (6, 4)).save(tmp_path / "images" / split / "a.jpg")
         label = np.array([[0, 1, 2, 149, 150, 255]] * 4, np.uint8)
         Image.fromarray(label).save(tmp_path / "annotations" / split / "a.png")
-    found = open_segmented(tmp_path)
-    assert len(found.classes) == 150
-    assert found.classes[0] == "class 1"
-    assert found.decoder(Decoder())(found.val.read(0))[3, 0].tolist() == [IGNORE, 0, 1, 148, 149, IGNORE]
+    actual = open_segmented(tmp_path)
+    assert len(actual.classes) == 150
+    assert actual.classes[0] == "class 1"
+    assert actual.decoder(Decoder())(actual.val.read(0))[3, 0].tolist() == [IGNORE, 0, 1, 148, 149, IGNORE]
     rows = ["Idx\tRatio\tTrain\tVal\tName", *(f"{n}\t0.1\t1\t1\tthing {n}, it" for n in range(1, 151))]
     (tmp_path / "objectInfo150.txt").write_text("\n".join(rows))
     assert open_segmented(tmp_path).classes[149] == "thing 150, it"
@@ -135,9 +135,9 @@ def test_values_of_16_bits_and_other_values_to_ignore(tmp_path: Path) -> None:
     Image.fromarray(wide).save(folder / "labels" / "val" / "2.png")
     with pytest.raises(UserError, match="has the value 1000"):
         check(open_segmented(folder), show=False)
-    found = open_segmented(folder, ignore=1000)
-    check(found, show=False)
-    assert (found.decoder(Decoder())(found.val.read(0))[3, :2, 0] == [IGNORE, 0]).all()
+    actual = open_segmented(folder, ignore=1000)
+    check(actual, show=False)
+    assert (actual.decoder(Decoder())(actual.val.read(0))[3, :2, 0] == [IGNORE, 0]).all()
     with pytest.raises(UserError, match="ignore=3 is the number of the class triangle"):
         open_segmented(folder, ignore=3)
 

@@ -95,21 +95,21 @@ def test_the_fingerprint_is_of_names_wherever_they_lie(tmp_path: Path) -> None:
 
 def test_a_labeled_folder_is_split_by_key(tmp_path: Path) -> None:
     touch(tmp_path, *(f"{kind}/{i}.png" for kind in "ab" for i in range(100)))
-    found = open_labeled(tmp_path)
-    assert found.classes == ["a", "b"]
-    assert len(found.train.source) + len(found.val.source) == 200
-    assert 20 < len(found.val.source) < 60
-    assert not set(found.train.source.paths) & set(found.val.source.paths)
-    before = set(found.val.source.paths)
+    actual = open_labeled(tmp_path)
+    assert actual.classes == ["a", "b"]
+    assert len(actual.train.source) + len(actual.val.source) == 200
+    assert 20 < len(actual.val.source) < 60
+    assert not set(actual.train.source.paths) & set(actual.val.source.paths)
+    before = set(actual.val.source.paths)
     touch(tmp_path, "b/more.png")  # moves no other image from one side to the other
     assert before <= set(open_labeled(tmp_path).val.source.paths) <= before | {"b/more.png"}
 
 
 def test_train_and_val_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.png", "train/dog/2.png", "val/dog/3.png")
-    found = open_labeled(tmp_path)
-    assert found.train.labels.tolist() == [0, 1]
-    assert found.val.labels.tolist() == [1]
+    actual = open_labeled(tmp_path)
+    assert actual.train.labels.tolist() == [0, 1]
+    assert actual.val.labels.tolist() == [1]
 
 
 @pytest.mark.parametrize(

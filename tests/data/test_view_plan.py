@@ -231,7 +231,7 @@ def test_of_ten_tries_the_first_that_fits_is_taken() -> None:
     sizes = np.array([[40, 60], [100, 42], [1, 90], [64, 64]] * 64)
     draws = Draws(3, 1, np.arange(256, dtype=np.uint64) * np.uint64(977))
     scale, ratio = (0.3, 1.0), (3 / 4, 4 / 3)
-    found = crop_boxes(draws, "local", 5, sizes, scale, ratio)
+    actual = crop_boxes(draws, "local", 5, sizes, scale, ratio)
     areas = draws.uniform("local area", 5, TRIES, low=scale[0], high=scale[1])
     aspects = np.exp(draws.uniform("local aspect", 5, TRIES, low=np.log(ratio[0]), high=np.log(ratio[1])))
     which = []
@@ -241,11 +241,11 @@ def test_of_ten_tries_the_first_that_fits_is_taken() -> None:
                 area, aspect = height * width * areas[image, crop, number], aspects[image, crop, number]
                 h, w = round(float(np.sqrt(area / aspect))), round(float(np.sqrt(area * aspect)))
                 if 0 < h <= height and 0 < w <= width:
-                    assert tuple(found[image, crop, 2:]) == (h, w)
+                    assert tuple(actual[image, crop, 2:]) == (h, w)
                     which.append(number)
                     break
             else:  # the largest in the middle
                 tall, wide = min(height, max(1, round(width / ratio[0]))), min(width, max(1, round(height * ratio[1])))
-                assert tuple(found[image, crop, 2:]) == (tall, wide)
+                assert tuple(actual[image, crop, 2:]) == (tall, wide)
     assert {0, 1, 2} <= set(which)  # the first, and others
     assert len(which) < 5 * len(sizes)  # and none

@@ -52,9 +52,9 @@ def overfitted(folder: Path, count: int, patch: int, dim: int, **settings: Any) 
 
 
 def test_it_overfits_two_scenes(tmp_path: Path) -> None:
-    found = overfitted(tmp_path, 2, 16, 32, steps=45, batch_size=2, lr=2e-3)
-    assert found["box_ap50"] >= 95
-    assert found["mask_ap50"] >= 95
+    actual = overfitted(tmp_path, 2, 16, 32, steps=45, batch_size=2, lr=2e-3)
+    assert actual["box_ap50"] >= 95
+    assert actual["mask_ap50"] >= 95
     assert (tmp_path / "out.png").exists()
     assert json.loads((tmp_path / "out" / "model.json").read_text())["classes"][0] == "disc"
 
@@ -62,9 +62,9 @@ def test_it_overfits_two_scenes(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("window", [None, 4])
 def test_it_overfits_sixteen_scenes(tmp_path: Path, window: int | None) -> None:
-    found = overfitted(tmp_path, 16, 8, 64, steps=250, batch_size=8, lr=2e-3, window=window)
-    assert found["box_ap50"] >= 95
-    assert found["mask_ap50"] >= 95
+    actual = overfitted(tmp_path, 16, 8, 64, steps=250, batch_size=8, lr=2e-3, window=window)
+    assert actual["box_ap50"] >= 95
+    assert actual["mask_ap50"] >= 95
 
 
 def test_examples_are_what_the_json_says(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_an_epoch_has_every_image_and_batches_of_one_shape(tmp_path: Path) -> No
 def test_levels_are_at_strides_4_to_64() -> None:
     weights = backbone(32, 4, 16, 64)
     for window in (None, 2):
-        found = Backbone(weights.vit, window)(torch.randn(1, 3, 128, 192))
-        assert {name: tuple(x.shape[1:]) for name, x in found.items()} == {
+        actual = Backbone(weights.vit, window)(torch.randn(1, 3, 128, 192))
+        assert {name: tuple(x.shape[1:]) for name, x in actual.items()} == {
             "0": (32, 32, 48),
             "1": (32, 16, 24),
             "2": (32, 8, 12),
@@ -134,8 +134,8 @@ def test_boxes_stay_in_float32() -> None:
     assert layer(torch.randn(2, 4)).dtype == torch.float32
     both = Autocast(torch.nn.Identity(), None)
     both.register_parameter("x", torch.nn.Parameter(torch.zeros(1)))
-    found = both(([torch.zeros(1, dtype=torch.bfloat16)], {"a": torch.zeros(1, dtype=torch.float16)}))
-    assert found[0][0].dtype == found[1]["a"].dtype == torch.float32
+    actual = both(([torch.zeros(1, dtype=torch.bfloat16)], {"a": torch.zeros(1, dtype=torch.float16)}))
+    assert actual[0][0].dtype == actual[1]["a"].dtype == torch.float32
 
 
 def test_masks_are_pasted_where_their_boxes_are() -> None:
@@ -152,7 +152,7 @@ def test_masks_are_pasted_where_their_boxes_are() -> None:
     for mine, other, (left, top, right, bottom) in zip(ours, theirs, boxes.tolist(), strict=True):
         y = (torch.arange(48) + 0.5 - top) / (bottom - top) * 2 - 1
         true = ellipse(y, (torch.arange(64) + 0.5 - left) / (right - left) * 2 - 1)
-        met, theirs_met = ((found & true).sum() / (found | true).sum() for found in (mine, other))
+        met, theirs_met = ((actual & true).sum() / (actual | true).sum() for actual in (mine, other))
         assert met > 0.95
         assert met >= theirs_met > 0.85
     full = mask_rcnn.paste_masks(torch.ones(1, 28, 28), torch.tensor([[3.0, 5.0, 11.0, 9.0]]), (20, 30))[0]
@@ -165,9 +165,9 @@ def test_masks_are_pasted_where_their_boxes_are() -> None:
         mask_rcnn.MASK_PIXELS = before
     everything = torch.cat([ours, torch.zeros(1, 48, 64, dtype=torch.bool), torch.ones(1, 48, 64, dtype=torch.bool)])
     expected = [slow_run_lengths(mask.numpy()) for mask in everything]
-    found = mask_rcnn.run_lengths(everything)
-    assert found == expected
-    assert (found[-2], found[-1]) == ([48 * 64], [0, 48 * 64])
+    actual = mask_rcnn.run_lengths(everything)
+    assert actual == expected
+    assert (actual[-2], actual[-1]) == ([48 * 64], [0, 48 * 64])
     assert mask_rcnn.run_lengths(everything[:0]) == []
 
 
@@ -177,14 +177,14 @@ def test_detections_do_not_hang_on_the_batch(tmp_path: Path) -> None:
     model = Detector(backbone(32, 2, 8, 64), 10, 96, 160, None, None).eval()
     # a new detector is sure of nothing; this one is of what stands out to it
     torch.nn.init.normal_(model.rcnn.roi_heads.box_predictor.inner.cls_score.weight, std=0.5)
-    found = []
+    results = []
     for size in (1, 3):
         settings = Settings(test_batch_size=size, num_workers=1)
         rows, missed = detection.detect(model, backbone(32, 2, 8, 64), val, settings, CPU, None)
         assert not missed
-        found.append(sorted(rows, key=lambda row: (row["image_id"], -row["score"])))
-    assert len(found[0]) == len(found[1]) > 5
-    for one, other in zip(*found, strict=True):
+        results.append(sorted(rows, key=lambda row: (row["image_id"], -row["score"])))
+    assert len(results[0]) == len(results[1]) > 5
+    for one, other in zip(*results, strict=True):
         assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
         assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
 
@@ -198,10 +198,10 @@ def test_objects_of_unreadable_images_are_not_missed(tmp_path: Path, monkeypatch
     settings = Settings(**(SMALL | {"steps": 1, "batch_size": 2, "sides": (32, 32), "longest": 32}))
     with pytest.raises(UserError, match=r"1 of 4 images of .* cannot be read"):
         detection.score(backbone(32, 2, 8, 64), train, val, settings, CPU)
-    found = detection.score(
+    actual = detection.score(
         backbone(32, 2, 8, 64), train, val, settings.model_copy(update={"max_unreadable": 0.5}), CPU
     )
-    assert (found["num_val"], found["num_unreadable"]) == (3, 1)
+    assert (actual["num_val"], actual["num_unreadable"]) == (3, 1)
     for seen in measured:
         assert list(seen.photos.paths) == ["2.png", "4.png", "5.png"]
         assert {row["image_id"] for row in seen.dataset()["annotations"]} <= {3, 5, 6}

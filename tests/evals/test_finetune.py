@@ -48,7 +48,7 @@ def test_groups_and_layer_decay_by_hand() -> None:
     vit = VisionTransformer(16, 3, 2, 8, 16, num_registers=2, layer_scale=0.1)
     model = Classifier(vit, 5, "cls", 0)
     groups = optim.layer_decay_groups(model.timm_parameters(), 3, 0.5, 0.05)
-    found = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    actual = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     expected = {
         "cls_token": (0.0625, 0),
         "reg_token": (0.0625, 0),
@@ -67,8 +67,8 @@ def test_groups_and_layer_decay_by_hand() -> None:
     }
     named = dict(model.timm_parameters())
     for name, (scale, decay) in expected.items():
-        assert found[id(named[name])] == (pytest.approx(scale), decay), name
-    assert len(found) == len(list(model.parameters()))
+        assert actual[id(named[name])] == (pytest.approx(scale), decay), name
+    assert len(actual) == len(list(model.parameters()))
     assert {group["scale"] for group in optim.layer_decay_groups(model.timm_parameters(), 3, 1.0, 0.05)} == {1.0}
 
 
@@ -111,9 +111,11 @@ def test_64_images_are_learned_by_heart(tmp_path: Path) -> None:
 
 def test_everything_at_once_learns_what_can_be_learned(tmp_path: Path) -> None:
     data = colored(tmp_path / "data", 64, 30)
-    found = score(data, tmp_path / "out", epochs=12, lr=0.02, layer_decay=1.0, ema=0.5, clip_norm=1.0, validate_every=6)
-    assert found["finetune_top1"] == found["finetune_top1_ema"] == 100
-    assert found["num_train"] == 64
+    actual = score(
+        data, tmp_path / "out", epochs=12, lr=0.02, layer_decay=1.0, ema=0.5, clip_norm=1.0, validate_every=6
+    )
+    assert actual["finetune_top1"] == actual["finetune_top1_ema"] == 100
+    assert actual["num_train"] == 64
     rows = list(Run(tmp_path / "out").rows("metrics.jsonl"))
     assert [row["epoch"] for row in rows] == list(range(1, 13))
     assert [row["epoch"] for row in rows if "top1" in row] == [6, 12]
@@ -146,12 +148,12 @@ def test_the_model_it_leaves_is_weights_like_any_others(tmp_path: Path) -> None:
     vit = VisionTransformer(48, 3, 2, 8, 24, position_resampling="offset", norm_eps=1e-5)
     tuned = Weights(vit.eval(), (0.5, 0.4, 0.45), (0.2, 0.25, 0.3), max_value=255.0)
     finetune.score(tuned, open_labeled(data), settings(epochs=1), CPU, tmp_path / "out")
-    found = load_weights(tmp_path / "out" / "model.safetensors")
-    assert found.report is not None
-    assert set(found.report.left) == {"head.weight", "head.bias"}
-    assert (found.mean, found.std, found.max_value) == (tuned.mean, tuned.std, 255.0)
+    actual = load_weights(tmp_path / "out" / "model.safetensors")
+    assert actual.report is not None
+    assert set(actual.report.left) == {"head.weight", "head.bias"}
+    assert (actual.mean, actual.std, actual.max_value) == (tuned.mean, tuned.std, 255.0)
     images = torch.randn(2, 3, 32, 16)
-    assert torch.equal(found.vit(images).patches, vit.eval()(images).patches)
+    assert torch.equal(actual.vit(images).patches, vit.eval()(images).patches)
 
 
 class Stopped(BaseException):

@@ -129,16 +129,16 @@ def test_images_of_many_sizes_do_not_all_wait(monkeypatch: pytest.MonkeyPatch) -
     batches = frames.read_frames(images, 8, "val", show=False)
     first = next(batches)
     assert len(read) < 30
-    indices = [index for found in (first, *batches) for index in found.indices]
+    indices = [index for actual in (first, *batches) for index in actual.indices]
     assert sorted(indices) == list(range(40))
 
 
 def test_the_images_themselves_are_recognized(tmp_path: Path) -> None:
     """Val scenes that are in the memory: their own patches are their nearest, and say what they are."""
     data = segmented(tmp_path, 4, 4, 32, same=True)
-    found = score(data, memory_size=10**6, k=1)
-    assert found["incontext_aacc"] > 90  # what is lost is at edges, which run through patches
-    assert found["num_memory"] == 4 * 64
+    actual = score(data, memory_size=10**6, k=1)
+    assert actual["incontext_aacc"] > 90  # what is lost is at edges, which run through patches
+    assert actual["num_memory"] == 4 * 64
     augmented = score(data, memory_size=10**6, augment_epochs=2, batch_size=3)
     assert augmented["num_memory"] > 300
     assert augmented["incontext_miou"] > 20
@@ -147,8 +147,8 @@ def test_the_images_themselves_are_recognized(tmp_path: Path) -> None:
 def test_unreadable_images_are_left_out_and_too_many_refused(tmp_path: Path) -> None:
     data = segmented(tmp_path, 4, 4, 32)
     (data / "images" / "val" / "5.png").write_bytes(b"broken")
-    found = score(data, max_unreadable=0.5)
-    assert (found["num_val"], found["num_unreadable"]) == (3, 1)
+    actual = score(data, max_unreadable=0.5)
+    assert (actual["num_val"], actual["num_unreadable"]) == (3, 1)
     with pytest.raises(ValueError, match=r"1 of 4 images of .* cannot be read"):
         score(data)
 
@@ -158,8 +158,8 @@ def test_what_another_process_could_not_read_is_counted_too(tmp_path: Path, monk
     data = segmented(tmp_path, 4, 4, 32)
     (data / "images" / "train" / "0.png").write_bytes(b"broken")
     monkeypatch.setattr("adclr.data.feed.distributed.gather", lambda own: torch.cat([own, torch.tensor([0, 1])]))
-    found = score(data, max_unreadable=0.5, augment_epochs=1)
-    assert (found["num_train"], found["num_unreadable"]) == (2, 2)
+    actual = score(data, max_unreadable=0.5, augment_epochs=1)
+    assert (actual["num_train"], actual["num_unreadable"]) == (2, 2)
 
 
 def test_as_a_user_runs_it_in_one_process_and_in_two(tmp_path: Path) -> None:

@@ -20,21 +20,23 @@ def test_an_answer_worked_by_hand() -> None:
     confusion.add(predicted[0], labels[0])  # in parts
     confusion.add(predicted[1], labels[1])
     assert confusion.matrix().tolist() == [[2, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    found = iou.scores("x", confusion.matrix(), ["a", "b", "c", "d"])
-    assert found["x_miou"] == pytest.approx(50)  # 2/4 and 2/4; c was said only of what is ignored, so it does not occur
-    assert found["x_aacc"] == pytest.approx(100 * 4 / 6)
-    assert found["x_macc"] == pytest.approx(100 * 2 / 3)
-    assert found["per_class"]["a"] == {"iou": 50.0, "accuracy": pytest.approx(100 * 2 / 3), "pixels": 50.0}
-    assert found["per_class"]["c"] == {"iou": None, "accuracy": None, "pixels": 0.0}
+    actual = iou.scores("x", confusion.matrix(), ["a", "b", "c", "d"])
+    assert actual["x_miou"] == pytest.approx(
+        50
+    )  # 2/4 and 2/4; c was said only of what is ignored, so it does not occur
+    assert actual["x_aacc"] == pytest.approx(100 * 4 / 6)
+    assert actual["x_macc"] == pytest.approx(100 * 2 / 3)
+    assert actual["per_class"]["a"] == {"iou": 50.0, "accuracy": pytest.approx(100 * 2 / 3), "pixels": 50.0}
+    assert actual["per_class"]["c"] == {"iou": None, "accuracy": None, "pixels": 0.0}
 
 
 def test_a_class_that_is_only_predicted_has_an_iou_of_0_and_no_accuracy() -> None:
     confusion = iou.Confusion(3, CPU)
     confusion.add(torch.tensor([0, 2]), torch.tensor([0, 0]))
-    found = iou.scores("x", confusion.matrix(), ["a", "b", "c"])
-    assert found["x_miou"] == pytest.approx(25)  # a 1/2, c 0
-    assert found["x_macc"] == pytest.approx(50)
-    assert found["per_class"]["c"]["iou"] == 0
+    actual = iou.scores("x", confusion.matrix(), ["a", "b", "c"])
+    assert actual["x_miou"] == pytest.approx(25)  # a 1/2, c 0
+    assert actual["x_macc"] == pytest.approx(50)
+    assert actual["per_class"]["c"]["iou"] == 0
 
 
 @pytest.mark.parametrize("num_classes", [2, 19, 150])
@@ -51,14 +53,14 @@ def test_random_predictions_score_what_torchmetrics_says(num_classes: int) -> No
     confusion = iou.Confusion(num_classes, CPU)
     for part in range(3):
         confusion.add(predicted[part], labels[part].to(torch.uint8))
-    found = iou.scores("x", confusion.matrix(), [str(c) for c in range(num_classes)])
+    actual = iou.scores("x", confusion.matrix(), [str(c) for c in range(num_classes)])
     each = MulticlassJaccardIndex(num_classes, average=None, ignore_index=IGNORE)(predicted, labels)
     mean = MulticlassJaccardIndex(num_classes, average="macro", ignore_index=IGNORE)(predicted, labels)
     right = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORE)(predicted, labels)
-    ours = [found["per_class"][str(c)]["iou"] for c in range(num_classes)]
+    ours = [actual["per_class"][str(c)]["iou"] for c in range(num_classes)]
     torch.testing.assert_close(torch.tensor(ours) / 100, each, rtol=0, atol=1e-6)
-    assert found["x_miou"] / 100 == pytest.approx(mean.item(), abs=1e-6)
-    assert found["x_aacc"] / 100 == pytest.approx(right.item(), abs=1e-6)
+    assert actual["x_miou"] / 100 == pytest.approx(mean.item(), abs=1e-6)
+    assert actual["x_aacc"] / 100 == pytest.approx(right.item(), abs=1e-6)
 
 
 def test_scores_are_enlarged_class_by_class_alike(monkeypatch: pytest.MonkeyPatch) -> None:

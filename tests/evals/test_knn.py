@@ -47,9 +47,9 @@ def test_votes_equal_a_loop_in_float64_in_any_chunks() -> None:
     val = torch.nn.functional.normalize(torch.randn(50, 8), dim=1)
     labels = torch.randint(0, 5, (300,))
     for chunk in (7, 1024):
-        for k, found in zip((10, 200), knn.vote(train, labels, val, 5, (10, 200), 0.07, chunk), strict=True):
+        for k, actual in zip((10, 200), knn.vote(train, labels, val, 5, (10, 200), 0.07, chunk), strict=True):
             expected = [slow_knn(train.double().numpy(), labels.numpy(), v.double().numpy(), k) for v in val]
-            assert found[:, 0].tolist() == expected
+            assert actual[:, 0].tolist() == expected
 
 
 def colored(folder: Path, shuffled: bool = False) -> Path:
@@ -86,8 +86,8 @@ def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Pa
 def test_scores_do_not_hang_on_batches_or_threads(tmp_path: Path, batch_size: int, workers: int) -> None:
     labeled = open_labeled(colored(tmp_path, True))
     settings = knn.Settings(batch_size=batch_size, num_workers=workers)
-    found = knn.score(random_weights(), labeled, settings, torch.device("cpu"), show=False)
-    assert found == knn.score(random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False)
+    actual = knn.score(random_weights(), labeled, settings, torch.device("cpu"), show=False)
+    assert actual == knn.score(random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False)
 
 
 def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ def test_each_class_its_confusions_and_the_picture(tmp_path: Path) -> None:
     for path in sorted((data / "val" / "c0").iterdir())[:5]:
         path.rename(data / "val" / "c1" / f"was_blue_{path.name}")
     labeled = open_labeled(data)
-    found = knn.score(
+    actual = knn.score(
         random_weights(), labeled, knn.Settings(), torch.device("cpu"), show=False, prefix=tmp_path / "v1.5"
     )
     blue, red = (int((labeled.val.labels == label).sum()) for label in (0, 1))
-    assert found["confusion"] == [[blue, 0], [5, red - 5]]
-    assert found["per_class"] == {"c0": 100, "c1": pytest.approx(100 * (red - 5) / red)}
-    assert found["knn_mean_class"] == pytest.approx((100 + found["per_class"]["c1"]) / 2)
-    assert found["knn_top1"] == found["knn_top1_k20"] == pytest.approx(100 * 35 / 40)
+    assert actual["confusion"] == [[blue, 0], [5, red - 5]]
+    assert actual["per_class"] == {"c0": 100, "c1": pytest.approx(100 * (red - 5) / red)}
+    assert actual["knn_mean_class"] == pytest.approx((100 + actual["per_class"]["c1"]) / 2)
+    assert actual["knn_top1"] == actual["knn_top1_k20"] == pytest.approx(100 * 35 / 40)
     assert Image.open(tmp_path / "v1.5.png").size[0] > 900
 
 
@@ -183,11 +183,11 @@ def test_the_picture_of_confusions_explains_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("features", ["cls", "mean_patch", "both"])
 def test_features_of_length_one(features: str) -> None:
     vit, images = random_weights().vit, torch.randn(3, 3, 32, 32)
-    found = knn.pool(vit, features)(images)
+    actual = knn.pool(vit, features)(images)
     tokens = vit(images)
     cls, patch = (torch.nn.functional.normalize(x, dim=1) for x in (tokens.cls, tokens.patches.mean(dim=1)))
     similarity = {"cls": cls @ cls.T, "mean_patch": patch @ patch.T, "both": (cls @ cls.T + patch @ patch.T) / 2}
-    torch.testing.assert_close(found @ found.T, similarity[features])
+    torch.testing.assert_close(actual @ actual.T, similarity[features])
 
 
 def test_a_test_split_is_not_taken_for_a_class(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_a_grid_is_torchs_sgd_of_each_rate() -> None:
             optimizer.zero_grad()
             F.cross_entropy(layer(features[rows]), labels[rows]).backward()
             optimizer.step()
-    found = grid(features)
+    actual = grid(features)
     for number, layer in enumerate(alone):
-        torch.testing.assert_close(found[:, number], layer(features), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual[:, number], layer(features), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -69,10 +69,10 @@ def test_rates_together_score_what_they_score_alone(tmp_path: Path, quick: bool)
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_separable_classes_score_100_and_meaningless_ones_by_chance(tmp_path: Path, quick: bool) -> None:
-    found = score(colored(tmp_path / "a"), quick=quick)
-    assert found["linear_top1"] == found["linear_mean_class"] == 100
-    assert found["per_class"] == {"c0": 100, "c1": 100, "c2": 100}
-    assert found["confusion"] == [[8, 0, 0], [0, 8, 0], [0, 0, 8]]
+    actual = score(colored(tmp_path / "a"), quick=quick)
+    assert actual["linear_top1"] == actual["linear_mean_class"] == 100
+    assert actual["per_class"] == {"c0": 100, "c1": 100, "c2": 100}
+    assert actual["confusion"] == [[8, 0, 0], [0, 8, 0], [0, 0, 8]]
     chance = score(colored(tmp_path / "b", 60, 60, shuffled=True), quick=quick, lrs=0.1)
     assert 15 < chance["linear_top1"] < 55  # of three classes, 60 images: 33 ± 6
 
@@ -93,13 +93,13 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
 def test_features_are_dinos() -> None:
     images = torch.randn(2, 3, 32, 32)
     for vit in (VisionTransformer(384, 6, 6, 16, 32).eval(), VisionTransformer(768, 2, 12, 16, 32).eval()):
-        found = linear.pool(vit, linear.LinearSettings(), None)(images)
-        assert found.shape == (2, 1536)
+        actual = linear.pool(vit, linear.LinearSettings(), None)(images)
+        assert actual.shape == (2, 1536)
         if vit.dim == 384:
-            torch.testing.assert_close(found[:, -384:], vit(images).cls)
-            torch.testing.assert_close(found[:, :384], vit.intermediate(images, [2])[0].cls)
+            torch.testing.assert_close(actual[:, -384:], vit(images).cls)
+            torch.testing.assert_close(actual[:, :384], vit.intermediate(images, [2])[0].cls)
         else:
-            torch.testing.assert_close(found, torch.cat([vit(images).cls, vit(images).patches.mean(1)], dim=1))
+            torch.testing.assert_close(actual, torch.cat([vit(images).cls, vit(images).patches.mean(1)], dim=1))
     small = VisionTransformer(16, 2, 2, 8, 16).eval()
     assert linear.pool(small, linear.LinearSettings(), None)(torch.randn(1, 3, 16, 16)).shape == (1, 32)  # no 4 blocks
     both = linear.pool(small, linear.LinearSettings(num_blocks=1, mean_patch=True), None)

@@ -139,8 +139,8 @@ def test_mixing_by_hand() -> None:
 def test_soft_labels_are_timms() -> None:
     labels, share = torch.tensor([2, 0]), 0.3
     expected = mixup.mixup_target(labels, 4, share, 0.1)  # which mixes with the batch turned about
-    found = Mix(share, None)(torch.zeros(2, 3, 4, 4), smooth_labels(labels, 4, 0.1))[1]
-    torch.testing.assert_close(found, expected)
+    actual = Mix(share, None)(torch.zeros(2, 3, 4, 4), smooth_labels(labels, 4, 0.1))[1]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_shares_are_drawn_as_told() -> None:
@@ -161,14 +161,14 @@ def test_shares_are_drawn_as_told() -> None:
 
 
 def test_drop_path_is_drawn_for_each_image() -> None:
-    found = drop_path_scales(Draws(0, 0, keys(4000)), 3, 0.4, CPU)
-    assert found is not None
-    assert found.shape == (3, 2, 4000)
-    assert (found[0] == 1).all()
+    actual = drop_path_scales(Draws(0, 0, keys(4000)), 3, 0.4, CPU)
+    assert actual is not None
+    assert actual.shape == (3, 2, 4000)
+    assert (actual[0] == 1).all()
     for block, rate in ((1, 0.2), (2, 0.4)):
-        assert found[block].unique().tolist() == pytest.approx([0, 1 / (1 - rate)])
-        assert (found[block] == 0).double().mean().item() == pytest.approx(rate, abs=4 * math.sqrt(0.24 / 8000))
+        assert actual[block].unique().tolist() == pytest.approx([0, 1 / (1 - rate)])
+        assert (actual[block] == 0).double().mean().item() == pytest.approx(rate, abs=4 * math.sqrt(0.24 / 8000))
     some = drop_path_scales(Draws(0, 0, keys(4000)[100:103]), 3, 0.4, CPU)
     assert some is not None
-    assert torch.equal(some, found[:, :, 100:103])
+    assert torch.equal(some, actual[:, :, 100:103])
     assert drop_path_scales(Draws(0, 0, keys(2)), 3, 0.0, CPU) is None

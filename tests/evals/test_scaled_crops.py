@@ -32,7 +32,7 @@ def plan_of(corners: list[tuple[int, int]], flip: list[bool]) -> ScaledCropPlan:
 def test_a_crop_is_a_piece_of_the_resized_image() -> None:
     images = [striped(*size, channels=4) for size in SIZES]
     corners, size = [(7, 19), (0, 0), (2, 1)], 20
-    found, labels, inside = crop(pack(images), plan_of(corners, [False, True, False]), size)
+    actual, labels, inside = crop(pack(images), plan_of(corners, [False, True, False]), size)
     for place, (image, target, (top, left)) in enumerate(zip(images, RESIZED, corners, strict=True)):
         pixels = torch.from_numpy(image).float().unsqueeze(0)
         whole = F.interpolate(pixels[:, :3], size=target, mode="bilinear")[0] / 255
@@ -47,7 +47,7 @@ def test_a_crop_is_a_piece_of_the_resized_image() -> None:
             assert (labels[1][~inside[1]] == IGNORE).all()
         else:
             assert inside[place].all()
-        torch.testing.assert_close(found[place] * inside[place], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[place] * inside[place], expected, atol=1e-5, rtol=0)
         assert torch.equal(labels[place], classes)
 
 
@@ -66,8 +66,8 @@ def test_a_crop_with_too_much_of_one_class_is_drawn_again() -> None:
     )
     assert crop(pack([image]), plan, 20)[1].float().mean() == 0.5
     corners[0, 4:-1], corners[0, -1] = 0, (3, 0)  # none fits: the last is taken
-    found = crop(pack([image]), plan, 20)
-    torch.testing.assert_close(found[0][0], torch.from_numpy(image[:3, 3:23, :20]).float() / 255)
+    actual = crop(pack([image]), plan, 20)
+    torch.testing.assert_close(actual[0][0], torch.from_numpy(image[:3, 3:23, :20]).float() / 255)
 
 
 def test_colors_change_by_their_numbers_alone() -> None:
@@ -76,13 +76,13 @@ def test_colors_change_by_their_numbers_alone() -> None:
     numbers = torch.zeros(4, NUM_COLOR_DRAWS)
     torch.testing.assert_close(distort_colors(x.clone(), numbers), x, atol=1e-6, rtol=0)
     numbers[0, 0], numbers[1, 2], numbers[2, 3], numbers[3, 4] = 1.0, -1.0, -1.0, 0.5
-    found = distort_colors(x.clone(), numbers)
-    torch.testing.assert_close(found[0], (x[0] + 32 / 255).clamp(0, 1))
-    torch.testing.assert_close(found[1], x[1] * 0.5)
+    actual = distort_colors(x.clone(), numbers)
+    torch.testing.assert_close(actual[0], (x[0] + 32 / 255).clamp(0, 1))
+    torch.testing.assert_close(actual[1], x[1] * 0.5)
     top = x[2].amax(dim=0)
-    torch.testing.assert_close(found[2], top - (top - x[2]) / 2)
-    torch.testing.assert_close(found[3].amax(dim=0), x[3].amax(dim=0))  # a turned hue is as bright
-    assert not torch.allclose(found[3], x[3], atol=0.01)
+    torch.testing.assert_close(actual[2], top - (top - x[2]) / 2)
+    torch.testing.assert_close(actual[3].amax(dim=0), x[3].amax(dim=0))  # a turned hue is as bright
+    assert not torch.allclose(actual[3], x[3], atol=0.01)
     # at most 18 of the 180 steps that OpenCV, and so mmsegmentation, divides the circle into: 36 degrees
     red, most = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1), torch.zeros(1, NUM_COLOR_DRAWS)
     most[0, 4] = 1.0
@@ -90,10 +90,10 @@ def test_colors_change_by_their_numbers_alone() -> None:
 
 
 def shown(data: Path, batch_size: int, steps: int) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    found = open_segmented(data)
+    actual = open_segmented(data)
     weights = backbone()
     crops = ScaledCrops(
-        weights, found.train, found.decoder(weights.decoder), CPU, 24, batch_size, 7, drop_path=0.5, num_workers=2
+        weights, actual.train, actual.decoder(weights.decoder), CPU, 24, batch_size, 7, drop_path=0.5, num_workers=2
     )
     rows = {}
     with closing(crops.batches(0, steps)) as batches:

@@ -58,8 +58,8 @@ def overfitted(folder: Path, count: int, patch: int, pixels: int, **settings: An
     """mIoU on the scenes it was trained on."""
     data, size = segmented(folder, count, count, pixels, same=True), settings["size"]
     weights = backbone(settings.pop("dim", 32), 2, patch, size)
-    found = segmentation.score(weights, open_segmented(data), Settings(**(PLAIN | settings)), CPU)
-    miou: float = found["segmentation_miou"]
+    actual = segmentation.score(weights, open_segmented(data), Settings(**(PLAIN | settings)), CPU)
+    miou: float = actual["segmentation_miou"]
     return miou
 
 
@@ -132,12 +132,12 @@ def test_a_trained_segmenter_sees_the_same_through_one_window() -> None:
     model = Segmenter(weights, settings, protocol_of(settings), 5).eval()
     images = torch.randint(0, 256, (2, 3, 30, 30), dtype=torch.uint8)
     with torch.no_grad():
-        found = [predict(lambda x: model.logits(x)[0], images, 32, 8, window) for window in (None, (32, 21))]
+        results = [predict(lambda x: model.logits(x)[0], images, 32, 8, window) for window in (None, (32, 21))]
         mirrored = predict(lambda x: model.logits(x)[0], images, 32, 8, None, (1.0,), mirrored=True)
         flipped = predict(lambda x: model.logits(x)[0], images.flip(-1), 32, 8, None, (1.0,), mirrored=True)
         several = predict(lambda x: model.logits(x)[0], images, 32, 8, None, (0.5, 1.0, 1.5))
-    assert torch.equal(found[0], found[1])
-    assert found[0].shape == several.shape == (2, 30, 30)
+    assert torch.equal(results[0], results[1])
+    assert results[0].shape == several.shape == (2, 30, 30)
     assert (mirrored == flipped.flip(-1)).float().mean() > 0.99  # an image and its mirror image are one
 
 
@@ -246,8 +246,8 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyte
     settings = Settings(**(PLAIN | {"head": "upernet", "size": 16, "steps": 6, "batch_size": 3, "width": 8}))
 
     def trained(prefix: Path) -> tuple[dict[str, Any], bytes]:
-        found = segmentation.score(backbone(), data, settings, CPU, prefix)
-        return found, (prefix / "model.safetensors").read_bytes()
+        actual = segmentation.score(backbone(), data, settings, CPU, prefix)
+        return actual, (prefix / "model.safetensors").read_bytes()
 
     straight, model = trained(tmp_path / "straight")
     step = Trainer._step
@@ -274,8 +274,8 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyte
 def test_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
     data = open_segmented(segmented(tmp_path / "data", 4, 1, 16))
     settings = Settings(**(PLAIN | {"size": 16, "steps": 10**6, "batch_size": 2, "minutes": 0.02}))
-    found = segmentation.score(backbone(), data, settings, CPU)
-    assert 1 <= found["num_steps"] < 1000
+    actual = segmentation.score(backbone(), data, settings, CPU)
+    assert 1 <= actual["num_steps"] < 1000
 
 
 def test_numbers_that_go_wrong_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

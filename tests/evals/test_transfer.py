@@ -57,15 +57,15 @@ def test_a_line_for_each_data_set_and_what_is_done_stays_done(
         given = {"weights": backbone, "data": data, "how": ["linear", "finetune"], "device": "cpu"}
         return package.evaluate("transfer", out=out, **given, **QUICK, **changes)
 
-    found = run()
-    assert set(found) == {
+    actual = run()
+    assert set(actual) == {
         *(f"set-{n}_{how}_top1" for n in (1, 2) for how in ("linear", "finetune")),
         *("mean_linear_top1", "mean_finetune_top1", "table"),
     }
-    assert [row["classes"] for row in found["table"]] == [3, 2]
-    assert found["mean_linear_top1"] == (found["set-1_linear_top1"] + found["set-2_linear_top1"]) / 2
-    assert json.loads(out.read_text())["scores"] == found
-    lines = transfer.table(found["table"]).splitlines()
+    assert [row["classes"] for row in actual["table"]] == [3, 2]
+    assert actual["mean_linear_top1"] == (actual["set-1_linear_top1"] + actual["set-2_linear_top1"]) / 2
+    assert json.loads(out.read_text())["scores"] == actual
+    lines = transfer.table(actual["table"]).splitlines()
     assert lines[0].split() == ["data", "classes", "train", "val", "linear", "finetune"]
     assert lines[2].split()[:4] == ["set-2", "2", "24", "12"]
     assert len({len(line) for line in lines}) == 1
@@ -74,7 +74,7 @@ def test_a_line_for_each_data_set_and_what_is_done_stays_done(
     real = finetune.run
     monkeypatch.setattr(finetune, "run", lambda settings, place: (done.append(settings.data), real(settings, place))[1])
     (tmp_path / "out" / "both" / "set-2-finetune.json").unlink()  # as if it had been stopped there
-    assert run() == found
+    assert run() == actual
     assert done == [str(data[1])]
     run(seed=1)
     assert len(done) == 3
@@ -92,9 +92,9 @@ def test_names_of_data_sets_are_never_alike_and_never_paths(tmp_path: Path, back
     assert transfer._names((f"{tmp_path}/a:b/set", "cifar10:data", "hf:some/where")) == ["set", "cifar10", "where"]
     before = {*tmp_path.iterdir(), tmp_path / "out", tmp_path / "out.json"}
     given: dict[str, Any] = {"weights": backbone, "device": "cpu", "linear.epochs": 1, "linear.quick": True}
-    found = package.evaluate("transfer", out=tmp_path / "out.json", data=data[:3], **given)
-    assert [row["train"] for row in found["table"]] == [12, 24, 48]
-    assert len(found) == 3 + 2
+    actual = package.evaluate("transfer", out=tmp_path / "out.json", data=data[:3], **given)
+    assert [row["train"] for row in actual["table"]] == [12, 24, 48]
+    assert len(actual) == 3 + 2
     assert set(tmp_path.iterdir()) == before
 
 
@@ -143,11 +143,11 @@ def test_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not hold cifar10 as it is published"):
         open_labeled(f"cifar10:{tmp_path}")
     write_cifar(tmp_path, monkeypatch)
-    found = open_labeled(f"cifar10:{tmp_path}")
-    assert found.classes == ["0000 ship", "0001 dog", "0002 ship"]  # two that are called alike stay two
-    assert (len(found.train.labels), len(found.val.labels)) == (12, 6)
-    assert found.train.labels.tolist() == [0, 1, 2] * 4
-    image = Decoder()(found.train.source.read(7))
+    actual = open_labeled(f"cifar10:{tmp_path}")
+    assert actual.classes == ["0000 ship", "0001 dog", "0002 ship"]  # two that are called alike stay two
+    assert (len(actual.train.labels), len(actual.val.labels)) == (12, 6)
+    assert actual.train.labels.tolist() == [0, 1, 2] * 4
+    image = Decoder()(actual.train.source.read(7))
     assert np.array_equal(image, pixels(2, 6, 3072)[1].reshape(3, 32, 32))
 
 
@@ -175,10 +175,10 @@ def test_flowers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         jpeg(folder / "jpg" / f"image_{number:05d}.jpg", number)
     savemat(folder / "setid.mat", {"trnid": [1, 2], "valid": [3, 4], "tstid": [5, 6, 7, 8]})
     savemat(folder / "imagelabels.mat", {"labels": [1, 2, 1, 2, 2, 2, 1, 1]})
-    found = open_labeled(f"flowers:{tmp_path}")
-    assert found.train.labels.tolist() == [0, 1, 0, 1]  # train and val
-    assert found.val.labels.tolist() == [1, 1, 0, 0]
-    assert Decoder()(found.val.source.read(0)).shape == (3, 20, 30)
+    actual = open_labeled(f"flowers:{tmp_path}")
+    assert actual.train.labels.tolist() == [0, 1, 0, 1]  # train and val
+    assert actual.val.labels.tolist() == [1, 1, 0, 0]
+    assert Decoder()(actual.val.source.read(0)).shape == (3, 20, 30)
 
 
 def test_cars(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_cars(tmp_path: Path) -> None:
     savemat(folder / "devkit" / "cars_train_annos.mat", annotations("train", [1, 2, 2]))
     savemat(folder / "cars_test_annos_withlabels.mat", annotations("test", [2, 1]))
     savemat(folder / "devkit" / "cars_meta.mat", {"class_names": np.array(["Audi A4", "Fiat 500"], dtype=object)})
-    found = open_labeled(f"cars:{tmp_path}")
-    assert found.classes == ["0000 Audi A4", "0001 Fiat 500"]
-    assert (found.train.labels.tolist(), found.val.labels.tolist()) == ([0, 1, 1], [1, 0])
-    assert Decoder()(found.train.source.read(2)).shape == (3, 20, 30)
+    actual = open_labeled(f"cars:{tmp_path}")
+    assert actual.classes == ["0000 Audi A4", "0001 Fiat 500"]
+    assert (actual.train.labels.tolist(), actual.val.labels.tolist()) == ([0, 1, 1], [1, 0])
+    assert Decoder()(actual.train.source.read(2)).shape == (3, 20, 30)
 
 
 def test_inaturalist(tmp_path: Path) -> None:
@@ -217,10 +217,10 @@ def test_inaturalist(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no val2018\.json"):
         open_labeled(f"inat18:{tmp_path}")
     write("val", {"train_val2018/c.jpg": 7})
-    found = open_labeled(f"inat18:{tmp_path}")
-    assert found.classes == ["0004 Parus", "0007 Quercus"]
-    assert found.val.labels.tolist() == [1]
-    assert Decoder()(found.train.source.read(0)).shape == (3, 20, 30)
+    actual = open_labeled(f"inat18:{tmp_path}")
+    assert actual.classes == ["0004 Parus", "0007 Quercus"]
+    assert actual.val.labels.tolist() == [1]
+    assert Decoder()(actual.train.source.read(0)).shape == (3, 20, 30)
     write("val", {"../../secret.jpg": 7})
     with pytest.raises(UserError, match="outside of the folder"):
         open_labeled(f"inat18:{tmp_path}")

@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 def disc(height: int, width: int, y: float, x: float, radius: float) -> np.ndarray:
     rows, columns = np.mgrid[:height, :width]
-    found: np.ndarray = (rows - y) ** 2 + (columns - x) ** 2 <= radius**2
-    return found
+    actual: np.ndarray = (rows - y) ** 2 + (columns - x) ** 2 <= radius**2
+    return actual
 
 
 def drawn(folder: Path, clips: int = 2, frames: int = 6, height: int = 96, width: int = 128) -> Path:
@@ -52,13 +52,13 @@ def drawn(folder: Path, clips: int = 2, frames: int = 6, height: int = 96, width
 
 def slow_f(predicted: np.ndarray, true: np.ndarray, radius: int) -> float:
     def line(mask: np.ndarray) -> np.ndarray:
-        found = np.zeros_like(mask)
+        actual = np.zeros_like(mask)
         height, width = mask.shape
         for y in range(height):
             for x in range(width):
                 others = [(min(y + b, height - 1), min(x + a, width - 1)) for b, a in ((0, 1), (1, 0), (1, 1))]
-                found[y, x] = any(mask[y, x] != mask[other] for other in others)
-        return found
+                actual[y, x] = any(mask[y, x] != mask[other] for other in others)
+        return actual
 
     lines = line(predicted), line(true)
     axis = np.arange(-radius, radius + 1)
@@ -104,7 +104,7 @@ def test_f_is_its_formula() -> None:
 def slow_propagation(
     features: np.ndarray, first: np.ndarray, grid: tuple[int, int], queue: int, reach: int, k: int, temperature: float
 ) -> list[np.ndarray]:
-    found, count = [first], grid[0] * grid[1]
+    actual, count = [first], grid[0] * grid[1]
     for t in range(1, len(features)):
         known = [0, *range(max(1, t - queue), t)]
         made = np.zeros_like(first)
@@ -119,9 +119,9 @@ def slow_propagation(
             best = sorted(options, reverse=True)[:k]
             weights = np.array([math.exp(similarity / temperature) for similarity, _, _ in best])
             for weight, (_, source, m) in zip(weights / weights.sum(), best, strict=True):
-                made[n] += weight * found[source][m]
-        found.append(made)
-    return found
+                made[n] += weight * actual[source][m]
+        actual.append(made)
+    return actual
 
 
 def test_labels_are_handed_on_by_the_formula() -> None:
@@ -133,8 +133,8 @@ def test_labels_are_handed_on_by_the_formula() -> None:
     given = torch.from_numpy(features), torch.from_numpy(first)
     for queue, reach, k in ((2, 1, 3), (7, 2, 5), (1, 9, 40)):
         expected = slow_propagation(features, first, grid, queue, reach, k, 0.1)
-        found = propagate(*given, grid, queue, reach, k, 0.1)
-        torch.testing.assert_close(found, torch.from_numpy(np.stack(expected)), atol=1e-5, rtol=0)
+        actual = propagate(*given, grid, queue, reach, k, 0.1)
+        torch.testing.assert_close(actual, torch.from_numpy(np.stack(expected)), atol=1e-5, rtol=0)
     assert neighborhood(grid, 0, CPU).all()
 
 
@@ -148,24 +148,24 @@ def test_ideal_features_hand_a_moving_shape_on_to_the_end() -> None:
         torch.nn.functional.one_hot(masks.long(), 2).flatten(1, 2) + 0.05 * torch.randn(12, 1200, 2), dim=-1
     )
     first = torch.nn.functional.one_hot(masks[0].flatten().long(), 2).float()
-    found = propagate(features, first, grid, 7, 12, 5, 0.1).argmax(dim=-1).unflatten(1, grid).bool()
-    assert region(found, masks).min() > 0.99
+    actual = propagate(features, first, grid, 7, 12, 5, 0.1).argmax(dim=-1).unflatten(1, grid).bool()
+    assert region(actual, masks).min() > 0.99
 
 
 def test_moving_shapes_score_90_with_a_new_backbone(tmp_path: Path) -> None:
     """Colors come through a random network well enough to follow a red disc and a green square."""
     clips = davis.open_davis(drawn(tmp_path))
-    found = video.score(backbone(48, 2, 4, 96), clips, Settings(size=96, num_workers=2), CPU, tmp_path / "out")
-    assert found["video_j_and_f"] >= 90
-    assert (found["num_clips"], found["num_objects"]) == (2, 3)
-    assert set(found["per_clip"]) == {"clip0", "clip1"}
+    actual = video.score(backbone(48, 2, 4, 96), clips, Settings(size=96, num_workers=2), CPU, tmp_path / "out")
+    assert actual["video_j_and_f"] >= 90
+    assert (actual["num_clips"], actual["num_objects"]) == (2, 3)
+    assert set(actual["per_clip"]) == {"clip0", "clip1"}
     with Image.open(tmp_path / "out.png") as picture:
         image, labels, predicted = (np.asarray(picture)[20:260, 6 + 326 * n :][:, :320].astype(int) for n in range(3))
     for painted in (labels, predicted):
         assert np.abs(painted - image)[:40, -40:].max() == 0  # the ground stays as it is
         assert np.abs(painted - image).max() > 50  # the disc does not
     other = video.score(backbone(48, 2, 4, 96), clips, Settings(size=96, batch_size=1), CPU)
-    assert other["video_j"] == pytest.approx(found["video_j"], abs=0.1)
+    assert other["video_j"] == pytest.approx(actual["video_j"], abs=0.1)
 
 
 def test_frames_have_dinos_sizes() -> None:

@@ -103,7 +103,7 @@ def work(
     code, _, errors = lives.finish(process, 1800)
     assert code == 0, errors
     said, done = said + errors, done + steps - begun
-    found = {
+    actual = {
         "steps": steps,
         "steps_done": done,
         "kept": steps / done,
@@ -116,15 +116,15 @@ def work(
         "early": early,
         "late": late,
     }
-    print(json.dumps(found, indent=2))
-    assert found["same_state"]
-    assert found["saves_failed"] >= fulls
-    assert found["unreadable"] == 10  # of `collection`
+    print(json.dumps(actual, indent=2))
+    assert actual["same_state"]
+    assert actual["saves_failed"] >= fulls
+    assert actual["unreadable"] == 10  # of `collection`
     assert steps / done >= least
     assert late["resident_mib"] - early["resident_mib"] < 32
     assert late["handles"] <= early["handles"] + 2  # images that are being read just then
     assert late["threads"] <= early["threads"] + 1  # the one that writes a checkpoint
-    return found
+    return actual
 
 
 def collection(folder: Path) -> Path:

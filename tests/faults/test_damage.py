@@ -217,7 +217,7 @@ def test_places_that_cannot_be_written_are_refused_first(images: Path, tmp_path:
     os.symlink(tmp_path / "loop", tmp_path / "loop")
     for place in (tmp_path / "file" / "run", Path("/dev/null/run"), tmp_path / "loop" / "run", tmp_path / ("x" * 300)):
         started = time.monotonic()
-        done = adclr("pretrain", images / "train", "--out", place, "--recipe", "demo", "batch_size=8")
+        done = adclr("pretrain", images / "train", "--out", place, "--recipe", "demo", "batch_size=8", fresh=True)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert time.monotonic() - started < 3
     evaluated = adclr("evaluate", "knn", "--weights", tmp_path, "--data", images, "--out", tmp_path)

@@ -57,15 +57,15 @@ def in_an_activation(who: str) -> Callable[[ADCLR, pytest.MonkeyPatch, float], N
 
 
 def everything(method: ADCLR, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {
+    actual = {
         f"{part} {name}": tensor.clone()
         for part, tensors in checkpoint.parts(method, optimizer).items()
         for name, tensor in tensors.items()
     }
     for kind, center in method.centers.items():
         assert isinstance(center, Center)
-        found[f"seen {kind}"] = center._sum.clone()
-    return found
+        actual[f"seen {kind}"] = center._sum.clone()
+    return actual
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -181,19 +181,19 @@ def test_a_void_step_is_listed_and_replayed_to_the_image_and_the_operation(
 
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     step = rows[0]["step"]
-    found = replay.replay_step(launch.prepare(None, run.path, resume=True), step)
-    assert found["void"]
-    assert [image["path"] for image in found["images"]] == [str(name)]
-    assert any(f"{room}.py" in found["first_operation"] for room in ("vit", "blocks", "dispatch"))
-    assert found["input_finite"]
-    assert found["finite_in_float32"] is False
-    assert found["weights_not_finite"] == []
-    assert json.loads((run.path / "replay" / f"step_{step}.json").read_text()) == found
+    actual = replay.replay_step(launch.prepare(None, run.path, resume=True), step)
+    assert actual["void"]
+    assert [image["path"] for image in actual["images"]] == [str(name)]
+    assert any(f"{room}.py" in actual["first_operation"] for room in ("vit", "blocks", "dispatch"))
+    assert actual["input_finite"]
+    assert actual["finite_in_float32"] is False
+    assert actual["weights_not_finite"] == []
+    assert json.loads((run.path / "replay" / f"step_{step}.json").read_text()) == actual
     assert {path: path.read_bytes() for path in before} == before
     good = next(number for number in range(1, 9) if number not in [row["step"] for row in rows])
-    found = replay.replay_step(launch.prepare(None, run.path, resume=True), good)
-    assert not found["void"]
-    assert found["images"] == []
+    actual = replay.replay_step(launch.prepare(None, run.path, resume=True), good)
+    assert not actual["void"]
+    assert actual["images"] == []
 
 
 def test_replaying_from_the_command_line(images: Path, tmp_path: Path, adclr: Adclr) -> None:
@@ -202,9 +202,9 @@ def test_replaying_from_the_command_line(images: Path, tmp_path: Path, adclr: Ad
     done = adclr("pretrain", "--out", run.path, "--replay", 7)
     assert done.returncode == 0, done.stderr
     assert f"step 7 is good here, its loss {loss:.4f}" in done.stdout
-    found = json.loads((run.path / "replay" / "step_7.json").read_text())
-    assert found["from_checkpoint"] == 5
-    assert found["losses"]["loss"] == pytest.approx(loss, rel=1e-6)
+    actual = json.loads((run.path / "replay" / "step_7.json").read_text())
+    assert actual["from_checkpoint"] == 5
+    assert actual["losses"]["loss"] == pytest.approx(loss, rel=1e-6)
     for arguments, message in (
         (("--out", run.path, "--replay", 9), "has only 8 steps"),
         (("--out", tmp_path / "none", "--replay", 1), "holds no run to resume"),

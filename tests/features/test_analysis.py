@@ -106,13 +106,13 @@ def test_mutual_nearest_neighbors_by_going_through_all() -> None:
         for j in range(11)
         if cosines[i, j] == cosines[i].max() and cosines[i, j] == cosines[:, j].max()
     }
-    found = analysis.mutual_neighbors(a, b)
-    assert set(zip(found.first.tolist(), found.second.tolist(), strict=True)) == expected
-    assert list(found.cosine) == sorted(found.cosine, reverse=True)
-    np.testing.assert_allclose(found.cosine, cosines[found.first, found.second], rtol=1e-5)
+    actual = analysis.mutual_neighbors(a, b)
+    assert set(zip(actual.first.tolist(), actual.second.tolist(), strict=True)) == expected
+    assert list(actual.cosine) == sorted(actual.cosine, reverse=True)
+    np.testing.assert_allclose(actual.cosine, cosines[actual.first, actual.second], rtol=1e-5)
     old, analysis.CHUNK = analysis.CHUNK, 4
     try:
-        assert np.array_equal(analysis.mutual_neighbors(a, b).first, found.first)
+        assert np.array_equal(analysis.mutual_neighbors(a, b).first, actual.first)
     finally:
         analysis.CHUNK = old
 
@@ -136,19 +136,19 @@ def test_a_shifted_copy_is_matched_by_its_shift_and_the_flow_follows() -> None:
 
 def test_components_do_not_hang_on_the_order_and_have_a_sign() -> None:
     x = torch.randn(400, 12, dtype=torch.float64) * torch.linspace(4, 0.5, 12)
-    found = analysis.fit_basis(x)
+    actual = analysis.fit_basis(x)
     order = torch.randperm(400)
     again = analysis.fit_basis(x[order])
-    torch.testing.assert_close(again.directions, found.directions, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(again.colors(x), found.colors(x), atol=1e-5)
+    torch.testing.assert_close(again.directions, actual.directions, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(again.colors(x), actual.colors(x), atol=1e-5)
     mirrored = analysis.fit_basis(2 * x.mean(dim=0) - x)  # the same variances; nothing but a convention fixes the sign
-    torch.testing.assert_close(mirrored.directions, found.directions, rtol=1e-6, atol=1e-8)
-    for direction in found.directions:
+    torch.testing.assert_close(mirrored.directions, actual.directions, rtol=1e-6, atol=1e-8)
+    for direction in actual.directions:
         assert direction[direction.abs().argmax()] > 0
     _, s, v = np.linalg.svd((x - x.mean(dim=0)).numpy(), full_matrices=False)
-    np.testing.assert_allclose(abs((v[:3] * found.directions.numpy()).sum(axis=1)), 1, rtol=1e-9)
-    np.testing.assert_allclose(found.explained, (s**2 / (s**2).sum())[:3], rtol=1e-5)
-    colors = found.colors(x)
+    np.testing.assert_allclose(abs((v[:3] * actual.directions.numpy()).sum(axis=1)), 1, rtol=1e-9)
+    np.testing.assert_allclose(actual.explained, (s**2 / (s**2).sum())[:3], rtol=1e-5)
+    colors = actual.colors(x)
     assert colors.shape == (400, 3)
     assert colors.min() == 0
     assert colors.max() == 1
@@ -169,8 +169,8 @@ def test_things_are_what_the_class_token_looks_at() -> None:
     ground, thing = torch.randn(60, 8) * 0.1, torch.randn(20, 8) * 0.1 + 2
     features = torch.cat([ground, thing])
     attention = np.r_[np.ones(60), 3 * np.ones(20)].astype(np.float32)
-    found = analysis.foreground(features, attention)
-    assert found[60:].all()
-    assert not found[:60].any()
+    actual = analysis.foreground(features, attention)
+    assert actual[60:].all()
+    assert not actual[:60].any()
     assert analysis.foreground(features, attention[::-1].copy())[:60].all()  # it looks at the others: so they are it
     assert analysis.foreground(torch.ones(4, 8), np.ones(4, np.float32)).all()

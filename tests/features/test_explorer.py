@@ -50,20 +50,20 @@ def noise(height: int, width: int) -> np.ndarray:
 @pytest.fixture
 def library() -> Library:
     """Three images of 6×6 patches and two of 6×10, read in two goes."""
-    found = Library("x", weights(), 24)
-    found.read([0, 1, 2], [found.prepare(noise(24, 24)) for n in range(3)])
-    found.read([3, 4], [found.prepare(noise(24, 40)) for n in range(2)])
-    return found
+    actual = Library("x", weights(), 24)
+    actual.read([0, 1, 2], [actual.prepare(noise(24, 24)) for n in range(3)])
+    actual.read([3, 4], [actual.prepare(noise(24, 40)) for n in range(2)])
+    return actual
 
 
 BOX = (1 / 6, 2 / 6, 4 / 6, 5 / 6)
 
 
 def test_what_is_asked_of_all_is_what_each_would_say(library: Library) -> None:
-    found = library.query(1, BOX, block=0, head=1)
-    assert [one.id for one in found] == [0, 1, 2, 3, 4]
+    actual = library.query(1, BOX, block=0, head=1)
+    assert [one.id for one in actual] == [0, 1, 2, 3, 4]
     crop = library.inputs[1].crop(BOX, 4)[None]
-    for one in found:
+    for one in actual:
         seen = library.inputs[one.id]
         maps, _ = analysis.attend(library.weights, seen, analysis.read_memory(library.weights, seen), crop, block=0)
         np.testing.assert_allclose(one.attention, maps[2, 0], rtol=0.02, atol=0.02)  # kept in half precision
@@ -76,17 +76,17 @@ def test_what_is_asked_of_all_is_what_each_would_say(library: Library) -> None:
 
 
 def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: Library) -> None:
-    found = library.query(1, BOX)
-    assert max(found, key=lambda one: one.score).id == 1
-    assert found[1].score == pytest.approx(1, abs=1e-3)
-    assert found[1].answer == pytest.approx(1, abs=1e-3)
-    assert found[1].window == pytest.approx(BOX)
+    actual = library.query(1, BOX)
+    assert max(actual, key=lambda one: one.score).id == 1
+    assert actual[1].score == pytest.approx(1, abs=1e-3)
+    assert actual[1].answer == pytest.approx(1, abs=1e-3)
+    assert actual[1].window == pytest.approx(BOX)
     patches = {}
     for id_, seen in library.inputs.items():
         held = analysis.patch_features(library.weights, seen)
         patches[id_] = torch.nn.functional.normalize(held, dim=-1).view(*seen.grid(library.vit), -1).numpy()
     region = patches[1][2:5, 1:4].reshape(9, -1).mean(axis=0)
-    for one in found:
+    for one in actual:
         rows, columns, _ = patches[one.id].shape
         best = np.full((rows, columns), -1.0)
         windows = {}
@@ -103,10 +103,10 @@ def test_the_image_itself_is_first_and_windows_are_compared_one_by_one(library: 
 
 
 def test_a_window_that_is_larger_than_an_image_is_made_smaller() -> None:
-    found = Library("x", weights(), 24)
-    found.read([0], [found.prepare(noise(24, 96))])
-    found.read([1], [found.prepare(noise(96, 24))])
-    answers = found.query(0, (0, 0, 1, 1))
+    actual = Library("x", weights(), 24)
+    actual.read([0], [actual.prepare(noise(24, 96))])
+    actual.read([1], [actual.prepare(noise(96, 24))])
+    answers = actual.query(0, (0, 0, 1, 1))
     assert [one.match.shape for one in answers] == [(6, 24), (24, 6)]
     assert answers[0].score == pytest.approx(1, abs=1e-3)
 
@@ -156,13 +156,13 @@ def gallery(photos: Path, count: int = 1, **options: Any) -> Gallery:
 @pytest.fixture(scope="module")
 def client(photos: Path) -> Iterator[TestClient]:
     held = gallery(photos, 2)
-    with TestClient(server.build(held, None), base_url="http://localhost:8765") as found:
+    with TestClient(server.build(held, None), base_url="http://localhost:8765") as actual:
         for _ in range(200):
             if held.finished:
                 break
             time.sleep(0.05)
         assert held.finished
-        yield found
+        yield actual
 
 
 def test_broken_huge_and_outside_images_are_left_out(client: TestClient) -> None:
@@ -190,16 +190,16 @@ def test_folders_are_the_classes_of_images(tmp_path: Path) -> None:
 
 def test_answers_are_of_every_image_and_come_quickly(client: TestClient) -> None:
     for model in (0, 1):
-        found = client.get("/api/query", params={"model": model, "image": 2, "box": "0.1,0.1,0.6,0.7"}).json()
+        actual = client.get("/api/query", params={"model": model, "image": 2, "box": "0.1,0.1,0.6,0.7"}).json()
         images = client.get("/api/state").json()["images"]
-        sizes = [np.prod(images[id_]["grids"][model]) for id_ in found["ids"]]
-        assert sorted(found["ids"]) == [0, 1, 2, 3]
-        assert len(base64.b64decode(found["maps"])) == len(base64.b64decode(found["match"])) == sum(sizes)
-        assert found["ids"][int(np.argmax(found["scores"]))] == 2
+        sizes = [np.prod(images[id_]["grids"][model]) for id_ in actual["ids"]]
+        assert sorted(actual["ids"]) == [0, 1, 2, 3]
+        assert len(base64.b64decode(actual["maps"])) == len(base64.b64decode(actual["match"])) == sum(sizes)
+        assert actual["ids"][int(np.argmax(actual["scores"]))] == 2
         assert len(base64.b64decode(client.get(f"/api/components?model={model}").json()["maps"])) == 3 * sum(sizes)
         assert len(client.get(f"/api/cls?model={model}&head=1&block=0").json()["peaks"]) == 4
         similar = client.get(f"/api/similar?model={model}&image=0&row=1&column=1").json()
-        assert len(base64.b64decode(similar["maps"])) == sizes[found["ids"].index(0)]
+        assert len(base64.b64decode(similar["maps"])) == sizes[actual["ids"].index(0)]
         few = client.get("/api/query", params={"model": model, "image": 0, "box": "0,0,1,1", "known": 2}).json()
         assert len(few["ids"]) == 2  # a page that does not know of the others could not make sense of their maps
     with Image.open(io.BytesIO(client.get("/image/1.jpg").content)) as picture:
@@ -268,28 +268,28 @@ def test_only_names_of_this_machine_are_answered_to(client: TestClient) -> None:
 
 def test_elsewhere_a_token_is_needed(photos: Path) -> None:
     app = server.build(gallery(photos), "s3cret")
-    with TestClient(app, base_url="http://far.example", follow_redirects=False) as found:
+    with TestClient(app, base_url="http://far.example", follow_redirects=False) as actual:
         for path in ("/", "/api/state", "/image/0.jpg", "/?token=", "/?token=wrong", "/?token=s3cre"):
-            assert found.get(path).status_code == 401, path
-        entered = found.get("/?token=s3cret")
+            assert actual.get(path).status_code == 401, path
+        entered = actual.get("/?token=s3cret")
         assert entered.status_code == 303
         assert "httponly" in entered.headers["set-cookie"].lower()
         assert "samesite=lax" in entered.headers["set-cookie"].lower()
         assert "token" not in entered.headers["location"]
-        assert found.get("/").status_code == 200  # by the cookie
-        found.cookies.clear()
-        found.cookies.set(server.COOKIE, "wrong")
-        assert found.get("/").status_code == 401
+        assert actual.get("/").status_code == 200  # by the cookie
+        actual.cookies.clear()
+        actual.cookies.set(server.COOKIE, "wrong")
+        assert actual.get("/").status_code == 401
 
 
 def test_printed_addresses_can_be_opened() -> None:
     for host, names in (("0.0.0.0", {"localhost"}), ("::", {"localhost"}), ("127.0.0.1", {"127.0.0.1"})):
         with explorer._listen(host, 0) as listening:
-            found = explorer._names(host, listening)
-            assert names <= set(found)
-            assert not {"0.0.0.0", "[::]"} & set(found)
-            assert len(found) == (2 if names == {"localhost"} else 1)
-            for name in found:  # IPv4 reaches a socket on [::] too
+            actual = explorer._names(host, listening)
+            assert names <= set(actual)
+            assert not {"0.0.0.0", "[::]"} & set(actual)
+            assert len(actual) == (2 if names == {"localhost"} else 1)
+            for name in actual:  # IPv4 reaches a socket on [::] too
                 socket.create_connection((name, listening.getsockname()[1]), timeout=10).close()
 
 
@@ -365,13 +365,13 @@ def test_a_new_box_over_200_images_takes_little_time() -> None:
     """ViT-S/16 at 224 pixels: under 1.5 s on 2 cores."""
     from adclr.weights.backbone import create_backbone
 
-    found = Library("x", Weights(create_backbone("vit_small_patch16").eval(), (0.5,) * 3, (0.25,) * 3), 224)
+    actual = Library("x", Weights(create_backbone("vit_small_patch16").eval(), (0.5,) * 3, (0.25,) * 3), 224)
     for start in range(0, 200, 8):
-        found.read(range(start, start + 8), [found.prepare(noise(224, 224)) for n in range(8)])
-    found.query(0, BOX)
+        actual.read(range(start, start + 8), [actual.prepare(noise(224, 224)) for n in range(8)])
+    actual.query(0, BOX)
     times = []
     for number in range(3):
         started = time.monotonic()
-        found.query(number, (0.1 * number, 0.2, 0.6, 0.7))
+        actual.query(number, (0.1 * number, 0.2, 0.6, 0.7))
         times.append(time.monotonic() - started)
     assert min(times) < 1.5 * max(1.0, os.getloadavg()[0] / 2), times

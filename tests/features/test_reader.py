@@ -70,13 +70,13 @@ def by_formula(image: np.ndarray, frame: Frame) -> np.ndarray:
 def test_the_center_is_cut_out_of_the_resized_image(size: tuple[int, int]) -> None:
     for height, width in SIZES:
         image, frame = picture(height, width), center_crop(size)(height, width)
-        found = reader.resize(image, frame).astype(int)
+        actual = reader.resize(image, frame).astype(int)
         expected = [by_formula(image, frame)] if frame.columns < 1000 else []
         if height <= width:  # images that are higher Pillow may resize down first
             expected.append(by_pillow(image, size))
         for pixels in expected:
-            assert np.abs(found - pixels).max() <= 1
-            assert (found != pixels).mean() < 2e-3
+            assert np.abs(actual - pixels).max() <= 1
+            assert (actual != pixels).mean() < 2e-3
 
 
 def test_of_a_long_strip_only_the_center_is_made() -> None:
@@ -132,8 +132,8 @@ def assert_pillows(made: list[np.ndarray], frames: list[Frame]) -> None:
     frame_kernels.resize(packed, np.array(frames), places, out)
     assert out[-1] == 99  # nothing is written beside
     for image, frame, place, size in zip(made, frames, places, sizes, strict=True):
-        found = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
-        difference = np.abs(found - reader.resize(image, frame))
+        actual = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
+        difference = np.abs(actual - reader.resize(image, frame))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 5e-3
 
@@ -163,9 +163,9 @@ def collected(found: ImageReader, batch: int) -> dict[int, np.ndarray]:
 def test_every_image_comes_once_whatever_the_threads(folder: Path, workers: int, batch: int) -> None:
     source = ImageFolder(folder)
     framing = whole_image(None, 8, 64)
-    found = collected(ImageReader(source, Decoder(), framing, CPU, workers), batch)
-    assert sorted(found) == list(range(len(source)))
-    for index, pixels in found.items():
+    actual = collected(ImageReader(source, Decoder(), framing, CPU, workers), batch)
+    assert sorted(actual) == list(range(len(source)))
+    for index, pixels in actual.items():
         image = Decoder()(source.read(index))
         assert np.array_equal(pixels, reader.resize(image, framing(*image.shape[1:])))
 
@@ -176,9 +176,9 @@ def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> N
     for index in (0, 9, 10):
         (folder / source.paths[index]).write_bytes(b"broken")
     (folder / source.paths[11]).unlink()
-    found = ImageReader(source, Decoder(), center_crop((16, 16)), CPU, 2)
+    actual = ImageReader(source, Decoder(), center_crop((16, 16)), CPU, 2)
     reasons: dict[int, str] = {}
-    for made in found.batches([np.arange(0, 10), np.arange(10, len(source))]):
+    for made in actual.batches([np.arange(0, 10), np.arange(10, len(source))]):
         reasons |= made.unreadable
         for group in made.groups:
             for index, pixels in zip(group.indices.tolist(), group.pixels, strict=True):
@@ -187,7 +187,7 @@ def test_unreadable_images_are_named_and_nothing_else_changes(folder: Path) -> N
     assert "known format" in reasons[9]
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="has disappeared"):
-        list(found.batches([np.arange(3)]))
+        list(actual.batches([np.arange(3)]))
 
 
 def test_pixels_that_are_kept_are_the_files(folder: Path) -> None:
@@ -226,11 +226,11 @@ def test_what_the_gpu_decodes_and_what_the_cpu_does_come_together(
     monkeypatch.setattr(nvjpeg, "_nvjpeg", strict)
     source, framing = ImageFolder(tmp_path), whole_image(None, 8, 64)
     device = torch.device(DEVICE.type, 0) if DEVICE.type == "cuda" else DEVICE
-    found = ImageReader(source, Decoder(), framing, device, 2)
-    found.gpu = GpuDecoder(Decoder(), device)
-    assert found.gpu.take(source.read(8)) is not None
-    assert found.gpu.take(half) is not None
-    (batch,) = found.batches([np.arange(len(source))])
+    actual = ImageReader(source, Decoder(), framing, device, 2)
+    actual.gpu = GpuDecoder(Decoder(), device)
+    assert actual.gpu.take(source.read(8)) is not None
+    assert actual.gpu.take(half) is not None
+    (batch,) = actual.batches([np.arange(len(source))])
     assert {source.paths[index] for index in batch.unreadable} == {"05b.png", "07.jpg"}
     assert [tuple(group.pixels.shape[2:]) for group in batch.groups] == [(40, 56), (56, 40), (32, 32)]
     seen = []

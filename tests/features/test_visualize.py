@@ -120,10 +120,10 @@ def test_what_is_not_on_the_sheet_is_said(
     sheet = drawing.compose_sheet
 
     def noted(rows: list[list[Tile]], *given: object, **named: object) -> Image.Image:
-        found = sheet(rows, *given, **named)  # type: ignore[arg-type]
+        actual = sheet(rows, *given, **named)  # type: ignore[arg-type]
         words = [word for word in (*given, *named.values()) if isinstance(word, str)]
         said[f"{len(rows)}x{len(rows[0])}"] = " ".join(words)
-        return found
+        return actual
 
     monkeypatch.setattr(drawing, "compose_sheet", noted)
     draw("attention", coarse, images / "train", tmp_path, num_images=26)

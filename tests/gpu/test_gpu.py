@@ -100,7 +100,7 @@ def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) ->
     """At full size in float32; and with the network in bfloat16, whose own rounding is then the larger."""
     settings, views = default_views(8, CUDA, masked_weight=1.0, **{"model.drop_path": 0.0})
     method = job.build(settings).to(CUDA)
-    found = {}
+    actual = {}
     for name, chunks, low in (("plain", False, False), ("chunks", True, False), ("bfloat16", True, True)):
         monkeypatch.setattr(head_loss, "fits", lambda images, chunks=chunks: chunks)
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=low):
@@ -108,11 +108,11 @@ def test_losses_in_chunks_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) ->
         losses.total.backward()
         head = method.student.head
         gradients = [p.grad.flatten() for p in (head.mlp[0].weight, head.last_layer.direction) if p.grad is not None]
-        found[name] = torch.stack(list(losses)).detach(), gradients
+        actual[name] = torch.stack(list(losses)).detach(), gradients
         method.zero_grad(set_to_none=True)
     for name, tolerance, cosine in (("chunks", 1e-5, 1 - 1e-6), ("bfloat16", 1e-2, 0.98)):
-        torch.testing.assert_close(found[name][0], found["plain"][0], rtol=tolerance, atol=0)
-        for a, b in zip(found[name][1], found["plain"][1], strict=True):
+        torch.testing.assert_close(actual[name][0], actual["plain"][0], rtol=tolerance, atol=0)
+        for a, b in zip(actual[name][1], actual["plain"][1], strict=True):
             assert torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0) > cosine, name
 
 
@@ -264,15 +264,15 @@ def test_two_deterministic_runs_are_the_same_to_the_bit(tmp_path: Path, masked_w
 
     images = write_scenes(tmp_path / "scenes")
     changes = for_kernels(masked_weight=masked_weight, deterministic=True, epochs=3)
-    found = []
+    actual = []
     for name in ("one", "two"):
         arguments = ["pretrain", str(images / "train"), "--out", str(tmp_path / name), *words(changes)]
         done = subprocess.run([sys.executable, "-m", "adclr", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         metrics = (tmp_path / name / "metrics.jsonl").read_text()
-        found.append((metrics, load_file(tmp_path / name / "backbone.safetensors")))
-    assert found[0][0] == found[1][0]
-    for tensor, other in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        actual.append((metrics, load_file(tmp_path / name / "backbone.safetensors")))
+    assert actual[0][0] == actual[1][0]
+    for tensor, other in zip(actual[0][1].values(), actual[1][1].values(), strict=True):
         assert torch.equal(tensor, other)
 
 
@@ -318,12 +318,12 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
 
 def processes_with(mark: str) -> list[int]:
     """Those that have a word in their environment, which children get from their parents."""
-    found = []
+    actual = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended, or is someone else's
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+                actual.append(int(folder.name))
+    return actual
 
 
 def test_interrupting_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def test_the_nearest_of_a_large_memory_are_found() -> None:
     keys = torch.nn.functional.normalize(torch.randn(300_000, 64, device=CUDA), dim=1)
     labels = torch.rand(300_000, 9, device=CUDA)
     queries = torch.nn.functional.normalize(keys[::1000] + 0.3 * torch.randn(300, 64, device=CUDA), dim=1)
-    found = predict_labels(PatchMemory(keys.half(), labels.half()), queries.half(), 30, 0.02)
+    actual = predict_labels(PatchMemory(keys.half(), labels.half()), queries.half(), 30, 0.02)
     similarity, nearest = (queries @ keys.T).topk(30, dim=1)
     expected = torch.einsum("nk,nkc->nc", (similarity / 0.02).softmax(dim=1), labels[nearest])
-    assert (found - expected).abs().mean() < 5e-3
+    assert (actual - expected).abs().mean() < 5e-3
 
 
 def test_scores_are_those_of_the_cpu(tmp_path: Path) -> None:
@@ -95,6 +95,6 @@ def test_mask_rcnn_overfits_sixteen_scenes(tmp_path: Path, window: int | None) -
         clip_norm=1.0,
         window=window,
     )
-    found = detection.score(weights, train, val, settings, CUDA)
-    assert found["box_ap50"] >= 95
-    assert found["mask_ap50"] >= 95
+    actual = detection.score(weights, train, val, settings, CUDA)
+    assert actual["box_ap50"] >= 95
+    assert actual["mask_ap50"] >= 95

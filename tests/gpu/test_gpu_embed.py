@@ -38,8 +38,8 @@ def test_photographs_of_real_sizes_are_pillows(framing: reader.Framing) -> None:
     places = np.cumsum(sizes) - sizes
     frame_kernels.resize(pack(made).to(CUDA), np.array(frames), places, out)
     for image, frame, place, size in zip(made, frames, places, sizes, strict=True):
-        found = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
-        difference = np.abs(found - reader.resize(image, frame))
+        actual = out[place : place + size].cpu().view(3, frame.height, frame.width).numpy().astype(int)
+        difference = np.abs(actual - reader.resize(image, frame))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 5e-3
 
@@ -90,7 +90,7 @@ def test_features_are_the_cpus_whatever_the_batch(photos: Path, tmp_path: Path) 
     save_backbone(tmp_path / "w", architecture(settings).build().state_dict(), settings)
     for path in photos.glob("*.jpg"):
         path.unlink()  # which the two decoders round otherwise
-    found = {}
+    results = {}
     for name, changes in {
         "cpu": {"device": "cpu"},
         "float32": {"precision": "float32"},
@@ -99,10 +99,10 @@ def test_features_are_the_cpus_whatever_the_batch(photos: Path, tmp_path: Path) 
     }.items():
         package.embed(tmp_path / "w" / "backbone.safetensors", photos, tmp_path / f"{name}.parquet", **changes)
         rows = vectors(tmp_path / f"{name}.parquet")
-        found[name] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    np.testing.assert_allclose(found["float32"], found["cpu"], atol=1e-3)
-    assert (found["bfloat16"] * found["cpu"]).sum(axis=1).min() > 0.999
-    assert (found["bfloat16"] * found["singly"]).sum(axis=1).min() > 0.9999
+        results[name] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(results["float32"], results["cpu"], atol=1e-3)
+    assert (results["bfloat16"] * results["cpu"]).sum(axis=1).min() > 0.999
+    assert (results["bfloat16"] * results["singly"]).sum(axis=1).min() > 0.9999
 
 
 def test_patch_maps_of_all_sizes_in_one_pass(photos: Path, tmp_path: Path) -> None:

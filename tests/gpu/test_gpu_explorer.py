@@ -19,18 +19,18 @@ def library(device: str, count: int) -> Library:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     vit = create_backbone("vit_small_patch16").eval().to(device)
-    found = Library("x", Weights(vit, (0.5,) * 3, (0.25,) * 3), 224)
-    for start in range(0, count, found.batch_size):
-        ids = range(start, min(count, start + found.batch_size))
-        found.read(ids, [found.prepare(rng.integers(0, 256, (3, 224, 224), np.uint8)) for n in ids])
-    return found
+    actual = Library("x", Weights(vit, (0.5,) * 3, (0.25,) * 3), 224)
+    for start in range(0, count, actual.batch_size):
+        ids = range(start, min(count, start + actual.batch_size))
+        actual.read(ids, [actual.prepare(rng.integers(0, 256, (3, 224, 224), np.uint8)) for n in ids])
+    return actual
 
 
 def test_a_new_box_over_200_images_takes_under_150_ms() -> None:
-    found, times = library("cuda", 200), []
+    actual, times = library("cuda", 200), []
     for number in range(6):
         started = time.perf_counter()
-        answers = found.query(number, (0.05 * number, 0.2, 0.6, 0.7))  # on the host when it returns
+        answers = actual.query(number, (0.05 * number, 0.2, 0.6, 0.7))  # on the host when it returns
         times.append(1000 * (time.perf_counter() - started))
         assert max(answers, key=lambda one: one.score).id == number
     print(f"a new box over 200 images: {[round(t) for t in times]} ms")

@@ -131,7 +131,7 @@ def test_a_void_step_leaves_all_as_it_was(record: bool, where: str) -> None:
 def test_looking_costs_little_and_agrees_with_a_cpu() -> None:
     settings, method, _ = made()
     _, views = default_views(64, CUDA, num_prototypes=4096)
-    found = measure_health(method, views, 0.04, torch.bfloat16)
+    actual = measure_health(method, views, 0.04, torch.bfloat16)
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(5):
@@ -141,7 +141,7 @@ def test_looking_costs_little_and_agrees_with_a_cpu() -> None:
     assert milliseconds < 200
     there = measure_health(job.build(settings), views.map(torch.Tensor.cpu), 0.04, None)
     for name in ("target_entropy", "deviation_cls", "rank_cls", "rank_patches", "deviation_queries"):
-        assert found[name] == pytest.approx(there[name], rel=0.1), name
+        assert actual[name] == pytest.approx(there[name], rel=0.1), name
 
 
 def test_a_step_is_replayed(tmp_path: Path) -> None:
@@ -149,6 +149,6 @@ def test_a_step_is_replayed(tmp_path: Path) -> None:
     changes = TINY | {"device": "cuda", "checkpoint_every_steps": 3, "num_prototypes": 64}
     run = package.pretrain(images / "train", out=tmp_path / "run", **changes)
     loss = [row["loss"] for row in run.rows("metrics.jsonl")][4]
-    found = replay.replay_step(launch.prepare(None, run.path, resume=True), 5)
-    assert not found["void"]
-    assert found["losses"]["loss"] == pytest.approx(loss, rel=1e-3)
+    actual = replay.replay_step(launch.prepare(None, run.path, resume=True), 5)
+    assert not actual["void"]
+    assert actual["losses"]["loss"] == pytest.approx(loss, rel=1e-3)

@@ -53,8 +53,8 @@ def test_a_probe_learns(tmp_path: Path, quick: bool) -> None:
     data = open_labeled(colored(tmp_path, 96, 48))
     made = weights(64, patch=8, size=48)
     made.vit.to(CUDA)
-    found = linear.score(made, data, linear.Settings(epochs=10, batch_size=32, quick=quick), CUDA)
-    assert found["linear_top1"] == 100
+    actual = linear.score(made, data, linear.Settings(epochs=10, batch_size=32, quick=quick), CUDA)
+    assert actual["linear_top1"] == 100
 
 
 class Stopped(BaseException):

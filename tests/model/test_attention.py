@@ -69,8 +69,8 @@ def gradient(function: object, qkv: Tensor, groups: list[Group], heads: int, see
 
 
 def check(qkv: Tensor, groups: list[Group], heads: int, tolerance: float) -> None:
-    found, expected = gradient(attention.fused, qkv, groups, heads), gradient(formula, qkv.double(), groups, heads)
-    for mine, true in zip(found, expected, strict=True):
+    actual, expected = gradient(attention.fused, qkv, groups, heads), gradient(formula, qkv.double(), groups, heads)
+    for mine, true in zip(actual, expected, strict=True):
         assert mine.dtype == qkv.dtype
         torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
 
@@ -155,8 +155,8 @@ def test_large_scores() -> None:
     for q, k in [(20.0, 20.0), (20.0, -20.0)]:  # all scores near 1600, or near -1600: e to that is no number
         qkv = qkv_of(groups, 1, 16)
         qkv[:, :16], qkv[:, 16:32] = q + 0.01 * qkv[:, :16], k + 0.01 * qkv[:, 16:32]
-        found, expected = (gradient(how, qkv, groups, 1) for how in (attention.fused, dispatch.attend_plain))
-        for mine, other in zip(found, expected, strict=True):
+        actual, expected = (gradient(how, qkv, groups, 1) for how in (attention.fused, dispatch.attend_plain))
+        for mine, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-3)
 
 

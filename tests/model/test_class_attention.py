@@ -136,8 +136,8 @@ def test_neighbors_are_those_of_a_loop_over_the_window(grid: tuple[int, int]) ->
                             similarities[place] = float(own @ other / own.norm() / other.norm())
                 assert len(similarities) == 8
                 best = sorted(similarities, key=lambda place: -similarities[place])[:4]
-                found = chosen[image, row * columns + column] - image * rows * columns
-                assert sorted(found.tolist()) == sorted(best)
+                actual = chosen[image, row * columns + column] - image * rows * columns
+                assert sorted(actual.tolist()) == sorted(best)
 
 
 def test_windows_wrap_around_the_border() -> None:

@@ -36,10 +36,10 @@ def compiled(capability: int, tmp_path: Path, *more: str) -> list[dict[str, Any]
     command = [sys.executable, str(HERE / "compiled_for.py"), str(capability), *more]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert not [form for form in found if "error" in form]
-    assert max(form["shared"] for form in found) <= SHARED[capability] * 1024
-    return found
+    actual: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert not [form for form in actual if "error" in form]
+    assert max(form["shared"] for form in actual) <= SHARED[capability] * 1024
+    return actual
 
 
 def test_each_kernel_compiles_for_an_h200(tmp_path: Path) -> None:

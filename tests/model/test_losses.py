@@ -71,8 +71,8 @@ def test_the_masked_loss_is_the_mean_over_images_and_views_of_the_mean_over_hidd
             ]
             expected += sum(terms) / max(1, len(terms)) / (2 * images)
     weight = (1 / (hidden.sum(-1, keepdim=True).clamp(min=1) * 2 * images)).expand_as(hidden)
-    found = masked_loss(center.targets(teacher[hidden], 0.06), student[hidden], weight[hidden], 0.1)
-    assert found.item() == pytest.approx(expected, rel=1e-6)
+    actual = masked_loss(center.targets(teacher[hidden], 0.06), student[hidden], weight[hidden], 0.1)
+    assert actual.item() == pytest.approx(expected, rel=1e-6)
     assert masked_loss(teacher[:0, 0, 0], student[:0, 0, 0], weight[:0, 0, 0], 0.1).item() == 0
 
 
@@ -121,7 +121,7 @@ def test_sinkhorn_uses_all_prototypes_alike() -> None:
     torch.testing.assert_close(q.sum(0), torch.full((8,), 64 / 8), rtol=1e-3, atol=1e-3)
     # it rescales rows and columns and nothing else: q[i,j] q[k,l] / (q[i,l] q[k,j]) is that of exp(logits / tau)
     raw = torch.exp(logits.double() / 0.5)
-    found = q[0, 0] * q[1, 1] / (q[0, 1] * q[1, 0])
+    actual = q[0, 0] * q[1, 1] / (q[0, 1] * q[1, 0])
     expected = raw[0, 0] * raw[1, 1] / (raw[0, 1] * raw[1, 0])
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
     assert sinkhorn(logits * 1e4, 0.04).isfinite().all()

@@ -69,15 +69,15 @@ def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Ten
     out = function(*leaves)
     numbers = torch.Generator().manual_seed(9)
     out.backward(torch.randn(out.shape, generator=numbers).bfloat16().to(out))
-    found = [leaf.grad for leaf in leaves]
-    assert all(grad is not None for grad in found)
-    return [out.detach(), *(grad for grad in found if grad is not None)]
+    actual = [leaf.grad for leaf in leaves]
+    assert all(grad is not None for grad in actual)
+    return [out.detach(), *(grad for grad in actual if grad is not None)]
 
 
 def check(inputs: list[Tensor], tolerance: float) -> None:
-    found = gradients(mlp.fused, inputs)
+    actual = gradients(mlp.fused, inputs)
     expected = gradients(formula, [x.double() for x in inputs])
-    for mine, true, like in zip(found, expected, [inputs[0], *inputs], strict=True):
+    for mine, true, like in zip(actual, expected, [inputs[0], *inputs], strict=True):
         assert mine.dtype == like.dtype
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0  # sums over rows are large
         torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance * scale)
@@ -297,16 +297,16 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 class Lean(Layers):
     def forward(self, x: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, _policy)
-        found: Tensor = checkpoint(
+        actual: Tensor = checkpoint(
             super().forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-        return found
+        return actual
 
 
 class Again(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
-        return found
+        actual: Tensor = checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+        return actual
 
 
 @pytest.mark.parametrize("how", ["plainly", "autocast"])

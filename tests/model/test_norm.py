@@ -79,10 +79,10 @@ def double(inputs: Given) -> Given:
 
 
 def check(inputs: Given, tolerance: float, way: str = "both") -> None:
-    found, expected = gradients(norm.fused, inputs, way), gradients(formula, double(inputs), way)
+    actual, expected = gradients(norm.fused, inputs, way), gradients(formula, double(inputs), way)
     types = [inputs[0].dtype] * 2 + [leaf.dtype for leaf in (inputs[0], inputs[1], *inputs[3:]) if leaf is not None]
-    assert [one is None for one in found] == [one is None for one in expected]
-    for mine, true, dtype in zip((f for f in found if f is not None), (e for e in expected if e is not None), types):  # noqa: B905
+    assert [one is None for one in actual] == [one is None for one in expected]
+    for mine, true, dtype in zip((f for f in actual if f is not None), (e for e in expected if e is not None), types):  # noqa: B905
         assert mine.dtype == dtype
         scale = max(1.0, float(true.abs().max()))  # the gradients of weights are sums over rows
         torch.testing.assert_close(mine.double() / scale, true / scale, rtol=tolerance, atol=tolerance)
@@ -170,10 +170,10 @@ def test_nothing_beyond_the_edges_is_read() -> None:
     for tensor in (x, branch, factor):
         tensor[rows:] = torch.nan
     inputs = x[:rows], branch[:rows], factor[:rows], weight, bias
-    for found, expected in zip(gradients(norm.fused, inputs), gradients(formula, double(inputs)), strict=True):
-        assert found is not None
+    for actual, expected in zip(gradients(norm.fused, inputs), gradients(formula, double(inputs)), strict=True):
+        assert actual is not None
         assert expected is not None
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_bits_every_time() -> None:
@@ -202,8 +202,8 @@ def test_tensors_that_do_not_lie_in_one_piece() -> None:
 
 
 def test_no_rows() -> None:
-    found = gradients(norm.fused, given("scaled", rows=0))
-    assert all(result is not None and not result.any() for result in found)
+    actual = gradients(norm.fused, given("scaled", rows=0))
+    assert all(result is not None and not result.any() for result in actual)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -332,8 +332,8 @@ def test_a_teacher_keeps_nothing() -> None:
     with torch.no_grad():
         total, y = norm.fused(x.requires_grad_(), branch, factor, weight, bias, EPS)
     assert not total.requires_grad
-    for found in norm._outputs(x, True, False)[2:]:
-        assert found.numel() == 0
+    for actual in norm._outputs(x, True, False)[2:]:
+        assert actual.numel() == 0
     total, y, mean, rstd = norm._add_norm(x, branch, None, weight, bias, EPS, False)
     assert mean.numel() == rstd.numel() == 0
     with pytest.raises(RuntimeError, match="without keeping"):

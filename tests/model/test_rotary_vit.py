@@ -48,8 +48,8 @@ def test_the_vit_is_the_slow_reference() -> None:
     vit, (_, queries) = rotary().double(), inputs()
     images, queries = torch.randn(2, 3, 24, 40).double(), queries[:2].double()
     tokens, expected = vit(images, queries), slow(vit, images, queries)
-    found = torch.cat([tokens.cls[:, None], tokens.registers, tokens.patches, tokens.queries], dim=1)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    actual = torch.cat([tokens.cls[:, None], tokens.registers, tokens.patches, tokens.queries], dim=1)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("query_keys", UNIDIRECTIONAL)
@@ -98,7 +98,7 @@ def test_a_patch_has_its_place_in_the_image_also_in_a_window() -> None:
     """Attention within windows, by a mask on the whole grid."""
     vit = rotary()
     images = torch.randn(2, 3, 40, 24)  # 5x3 patches, in windows of at most 2x2
-    (found,) = vit.in_windows(images, [2], 2)
+    (actual,) = vit.in_windows(images, [2], 2)
     (whole,) = vit.in_windows(images, [2], 100)
     rows, columns = range(5), range(3)
     cut = [number for number, part in enumerate(torch.arange(5).tensor_split(3)) for _ in part]
@@ -113,8 +113,8 @@ def test_a_patch_has_its_place_in_the_image_also_in_a_window() -> None:
         if i < 2:
             scores = scores.masked_fill(~same, float("-inf"))
         x = block.think(x + block.ls1(block.attn.join(scores.softmax(-1) @ v)))
-    torch.testing.assert_close(found, vit.norm(x), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found, whole, atol=1e-3)
+    torch.testing.assert_close(actual, vit.norm(x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(actual, whole, atol=1e-3)
 
 
 def test_biases_of_keys_count_as_0_and_have_no_gradient() -> None:

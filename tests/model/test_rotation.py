@@ -53,9 +53,9 @@ def case(dtype: torch.dtype, heads: int = 3, width: int = 16) -> tuple[Tensor, R
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (HALF, 1e-2)])
 def test_the_reference_is_the_formula(dtype: torch.dtype, tolerance: float) -> None:
     qkv, table = case(dtype)
-    found = rotation.plain(qkv, table, GROUPS, 3)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), formula(qkv, GROUPS, GRIDS, 1, 3), rtol=tolerance, atol=tolerance)
+    actual = rotation.plain(qkv, table, GROUPS, 3)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), formula(qkv, GROUPS, GRIDS, 1, 3), rtol=tolerance, atol=tolerance)
 
 
 @needs_interpreter
@@ -64,16 +64,16 @@ def test_the_kernel_is_the_reference(heads: int, width: int) -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (HALF, 1e-2)):
         qkv, table = case(dtype, heads, width)
         qkv = qkv.requires_grad_()
-        found, expected = rotation.fused(qkv, table, GROUPS, heads), rotation.plain(qkv, table, GROUPS, heads)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
-        gradients = [torch.autograd.grad(out, qkv, weights)[0] for out in (found, expected)]
+        actual, expected = rotation.fused(qkv, table, GROUPS, heads), rotation.plain(qkv, table, GROUPS, heads)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual)
+        gradients = [torch.autograd.grad(out, qkv, weights)[0] for out in (actual, expected)]
         torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
         # values, and tokens without a position, are the same to the bit
         dim = heads * width
-        assert torch.equal(found[:, 2 * dim :], qkv[:, 2 * dim :])
-        assert torch.equal(found[[0, 7, 8]], qkv[[0, 7, 8]])
-        assert not torch.equal(found[1, :dim], qkv[1, :dim])
+        assert torch.equal(actual[:, 2 * dim :], qkv[:, 2 * dim :])
+        assert torch.equal(actual[[0, 7, 8]], qkv[[0, 7, 8]])
+        assert not torch.equal(actual[1, :dim], qkv[1, :dim])
 
 
 @needs_interpreter

@@ -160,8 +160,8 @@ def test_each_reading_is_the_attention_it_says(query_keys: QueryKeys, num_regist
     group = Group(2, len(image) + queries, len(image))
     attention.qkv = torch.nn.Identity()  # type: ignore[assignment]
     rows = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(group.sequences * group.tokens, 36)
-    found = attention(rows, [group]).view(2, group.tokens, 3, 4).transpose(1, 2)
-    torch.testing.assert_close(found.double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6)
+    actual = attention(rows, [group]).view(2, group.tokens, 3, 4).transpose(1, 2)
+    torch.testing.assert_close(actual.double(), slow_attention(q, k, v, answering), rtol=1e-5, atol=1e-6)
     mask = attention_mask(group, query_keys, prefix, torch.device("cpu"))
     assert [row.nonzero().flatten().tolist() for row in mask] == answering
 
@@ -193,9 +193,9 @@ def test_outputs_equal_timms(name: str) -> None:
     patch = ours.patch_size
     for height, width in ((224, 224), (10 * patch, 17 * patch)):
         images = torch.randn(2, 3, height, width)
-        expected, found = theirs.forward_features(images), ours(images)  # type: ignore[operator]
-        torch.testing.assert_close(found.cls, expected[:, 0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.patches, expected[:, ours.num_prefix :], rtol=1e-5, atol=1e-5)
+        expected, actual = theirs.forward_features(images), ours(images)  # type: ignore[operator]
+        torch.testing.assert_close(actual.cls, expected[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.patches, expected[:, ours.num_prefix :], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -218,7 +218,7 @@ def test_blocks_in_windows_see_their_window_alone() -> None:
     images = torch.randn(2, 3, 5 * vit.patch_size, 7 * vit.patch_size)
     kept = torch.rand(vit.depth, 2, 2) + 0.5
     last = vit.depth - 1
-    (found,) = vit.in_windows(images, [last], 3, drop_path=kept)
+    (actual,) = vit.in_windows(images, [last], 3, drop_path=kept)
     x = vit.embed(images)[:, vit.num_prefix :].unflatten(1, (5, 7))
 
     def through(block: int, part: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ def test_blocks_in_windows_see_their_window_alone() -> None:
         pieces = [[through(block, part) for part in rows.tensor_split(3, 2)] for rows in x.tensor_split(2, 1)]
         x = torch.cat([torch.cat(row, dim=2) for row in pieces], dim=1)
     expected = vit.norm(through(last, x).flatten(1, 2))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 READ_ONLY: list[tuple[QueryKeys, int]] = [(keys, 0) for keys in UNIDIRECTIONAL]
@@ -328,9 +328,9 @@ def test_positions_of_another_grid() -> None:
     for mode, antialias in (("antialias", True), ("plain", False)):
         vit.position_resampling = mode  # type: ignore[assignment]
         expected = torch.nn.functional.interpolate(grid, size=(2, 3), mode="bicubic", antialias=antialias)
-        found = vit.positions((2, 3))
-        torch.testing.assert_close(found[:, 1:].reshape(1, 2, 3, 48).permute(0, 3, 1, 2), expected)
-        assert torch.equal(found[:, 0], vit.pos_embed[:, 0])
+        actual = vit.positions((2, 3))
+        torch.testing.assert_close(actual[:, 1:].reshape(1, 2, 3, 48).permute(0, 3, 1, 2), expected)
+        assert torch.equal(actual[:, 0], vit.pos_embed[:, 0])
     assert vit(torch.randn(1, 3, 16, 24)).patches.shape == (1, 6, 48)
 
 
@@ -342,12 +342,12 @@ def test_forward_many_is_forward_for_each() -> None:
         vit = make(query_keys, mask_token=True)
         mask = torch.arange(16).expand(3, 16) % 3 == 0
         many = vit.forward_many([Input(images, queries, mask), Input(small), Input(small[:2], queries[:2])])
-        for found, expected in zip(
+        for actual, expected in zip(
             many, [vit(images, queries, mask), vit(small), vit(small[:2], queries[:2])], strict=True
         ):
-            torch.testing.assert_close(found.cls, expected.cls)
-            torch.testing.assert_close(found.patches, expected.patches)
-            torch.testing.assert_close(found.queries, expected.queries)
+            torch.testing.assert_close(actual.cls, expected.cls)
+            torch.testing.assert_close(actual.patches, expected.patches)
+            torch.testing.assert_close(actual.queries, expected.queries)
 
 
 @torch.no_grad()
@@ -358,8 +358,8 @@ def test_patches_that_are_not_wanted_change_nothing_else() -> None:
         whole = vit.forward_many([Input(images, queries), Input(small)])
         less = vit.forward_many([Input(images, queries, patches=False), Input(small, patches=False)])
         mixed = vit.forward_many([Input(images, queries), Input(small, patches=False)])
-        for found in (less, mixed):
-            for a, b in zip(found, whole, strict=True):
+        for actual in (less, mixed):
+            for a, b in zip(actual, whole, strict=True):
                 torch.testing.assert_close(a.cls, b.cls)
                 torch.testing.assert_close(a.queries, b.queries)
         assert less[0].patches.shape == (3, 0, 48)
@@ -370,7 +370,7 @@ def test_patches_that_are_not_wanted_change_nothing_else() -> None:
 
 def test_blocks_that_are_run_again_give_the_same_gradients_and_keep_less() -> None:
     images, queries = inputs()
-    found, kept = [], []
+    actual, kept = [], []
     for again in (False, True):
         vit = make(drop_path=0.3).train()
         if again:
@@ -385,9 +385,9 @@ def test_blocks_that_are_run_again_give_the_same_gradients_and_keep_less() -> No
         with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
             tokens = vit.forward_many([Input(images, queries, patches=False)])[0]
         tokens.cls.square().sum().backward()
-        found.append([p.grad for p in vit.parameters() if p.grad is not None])
+        actual.append([p.grad for p in vit.parameters() if p.grad is not None])
         kept.append(sum(sizes))
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*actual, strict=True):
         torch.testing.assert_close(a, b)
     assert kept[1] < 0.4 * kept[0]
 
@@ -409,8 +409,8 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_of_them() -> None:
     plain = gradients()
     counter = CompileCounterWithBackend("aot_eager")
     vit.compile_blocks(backend=counter)
-    for found, expected in zip(gradients(), plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 2  # one for the last block, which may leave out patches
     vit(images)  # an evaluation is not compiled
     assert counter.frame_count == 2
@@ -423,10 +423,10 @@ def test_drop_path_drops_whole_sequences_and_keeps_the_mean() -> None:
     kept = draw_drop_path(vit.train().drop_path, vit.depth, 4000, torch.device("cpu"))
     assert kept is not None
     for block, rate in enumerate([0.0, 0.25, 0.5]):
-        found = kept[block]
-        assert found.unique().tolist() == ([1.0] if rate == 0 else [0.0, pytest.approx(1 / (1 - rate))])
-        assert abs(found.mean().item() - 1) < 0.05
-        assert (found[0] != found[1]).any() or rate == 0  # each branch of a block draws for itself
+        actual = kept[block]
+        assert actual.unique().tolist() == ([1.0] if rate == 0 else [0.0, pytest.approx(1 / (1 - rate))])
+        assert abs(actual.mean().item() - 1) < 0.05
+        assert (actual[0] != actual[1]).any() or rate == 0  # each branch of a block draws for itself
     groups = [Group(2, 3, 3), Group(1, 2, 2)]
     assert expand_to_tokens(torch.tensor([0.0, 2.0, 5.0]), groups).flatten().tolist() == [0, 0, 0, 2, 2, 2, 5, 5]
     block = vit.blocks[0]
@@ -475,6 +475,6 @@ def test_drop_path_that_was_drawn_elsewhere() -> None:
         name.replace("blocks.2.", "blocks.1."): t for name, t in vit.state_dict().items() if "blocks.1." not in name
     }
     shorter.load_state_dict(state)
-    found = vit.forward_many([Input(images)], kept)[0].cls
-    torch.testing.assert_close(found[2], shorter(images).cls[2])
-    torch.testing.assert_close(found[[0, 1, 3]], vit(images).cls[[0, 1, 3]])
+    actual = vit.forward_many([Input(images)], kept)[0].cls
+    torch.testing.assert_close(actual[2], shorter(images).cls[2])
+    torch.testing.assert_close(actual[[0, 1, 3]], vit(images).cls[[0, 1, 3]])

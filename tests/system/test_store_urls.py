@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adclr.system.stores import urls as store_urls
-from adclr.system.stores.urls import conceal, is_remote, reveal
+from adclr.system import store_urls
+from adclr.system.store_urls import conceal, is_remote, reveal
 
 SIGNED = "https://host/x.tar?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=abc"
 CASES = {

@@ -36,16 +36,16 @@ def test_the_loss_is_its_formula() -> None:
     torch.manual_seed(0)
     patches, anchor = torch.randn(3, 7, 5, requires_grad=True), torch.randn(3, 7, 5)
     expected = (similarities(patches) - similarities(anchor)).square().mean()
-    found = anchor_loss(patches, anchor)
-    torch.testing.assert_close(found.double(), expected)
-    found.backward()
+    actual = anchor_loss(patches, anchor)
+    torch.testing.assert_close(actual.double(), expected)
+    actual.backward()
     assert patches.grad is not None
     assert patches.grad.abs().max() > 0
     # lengths, and a rotation of all features, change nothing
     turn = torch.linalg.qr(torch.randn(5, 5)).Q
     torch.testing.assert_close(anchor_loss(3 * anchor @ turn, anchor), torch.zeros(()), atol=1e-6, rtol=0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(anchor_loss(patches, anchor), found)
+        assert torch.equal(anchor_loss(patches, anchor), actual)
 
 
 def method_of(weights: Path, **changes: Any) -> tuple[Any, Settings]:  # noqa: F811
@@ -116,8 +116,8 @@ def test_the_anchor_keeps_similarities_in_training_and_over_a_resume(
         assert (run.path / continued_pretraining.ANCHOR).exists() == bool(anchor_weight)
         pixels = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            found, first = (similarities(load_weights(one).vit(pixels).patches) for one in (run.path, weights))
-        distance[anchor_weight] = (found - first).square().mean().item()
+            actual, first = (similarities(load_weights(one).vit(pixels).patches) for one in (run.path, weights))
+        distance[anchor_weight] = (actual - first).square().mean().item()
     assert distance[50.0] < 0.7 * distance[0.0]
     state = load_file(run.path / "backbone.safetensors")
     assert all(torch.equal(t, load_file(weights)[n]) for n, t in load_file(run.path / "anchor.safetensors").items())

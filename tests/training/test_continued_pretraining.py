@@ -70,9 +70,9 @@ def test_student_and_teacher_begin_as_the_weights_to_the_bit(weights: Path, size
     with torch.no_grad():
         expected = loaded(images)
         for branch in (method.student, method.teacher):
-            found = branch.backbone(images)
-            assert torch.equal(found.cls, expected.cls)
-            assert torch.equal(found.patches, expected.patches)
+            actual = branch.backbone(images)
+            assert torch.equal(actual.cls, expected.cls)
+            assert torch.equal(actual.patches, expected.patches)
     assert method.student.backbone.pos_embed.shape[1] == 1 + (size // 4) ** 2
     assert method.student.backbone.mask_token is not None  # which the weights do not have
     for name, tensor in method.student.head.state_dict().items():
@@ -85,8 +85,8 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     initial = load_file(weights)
     for step in range(1, 9):
         for part in ("student", "teacher"):
-            found = backbone(run.path, part, step)
-            still = [name for name in initial if torch.equal(found[name], initial[name])]
+            actual = backbone(run.path, part, step)
+            still = [name for name in initial if torch.equal(actual[name], initial[name])]
             assert len(still) == len(initial) if step <= 3 else len(still) == 0, (part, step)
     for part in ("student", "teacher"):  # the first step has a learning rate of 0
         heads = [load_file(run.path / f"checkpoints/step_{n}/{part}.safetensors")["head.mlp.0.weight"] for n in (1, 3)]
@@ -108,10 +108,10 @@ def test_the_backbone_waits_for_the_heads_and_then_moves(images: Path, weights: 
     source = ImageFolder(images / "train")
     kept = load_file(run.path / continued_pretraining.FEATURES)
     loaded = load_weights(weights)
-    found = extract_features(loaded, source, lambda x: loaded.vit(x).cls, torch.device("cpu"), show=False)
-    assert torch.equal(kept["features"], found.values)
+    actual = extract_features(loaded, source, lambda x: loaded.vit(x).cls, torch.device("cpu"), show=False)
+    assert torch.equal(kept["features"], actual.values)
     assert kept["keys"].numpy().view(np.uint64).tolist() == [key_of(path) for path in source.paths]
-    assert rows[0]["effective_rank"] == pytest.approx(slow_rank(found.values.double().numpy()))
+    assert rows[0]["effective_rank"] == pytest.approx(slow_rank(actual.values.double().numpy()))
     # on resume it is computed again: an earlier version may have written another formula's number
     metrics = run.path / "metrics.jsonl"
     metrics.write_text(
@@ -201,9 +201,9 @@ def test_the_model_is_that_of_the_weights_unless_the_user_errs(images: Path, wei
 
 
 def test_no_recipe_and_a_plan_take_the_model_too(images: Path, weights: Path, tmp_path: Path) -> None:
-    found = launch.prepare(images / "train", tmp_path / "run", None, {"init": weights, "train.device": "cpu"})
-    assert found.settings.model.shape == (24, 2, 3)
-    assert any("the model is that of" in reason for reason in found.reasons)
+    actual = launch.prepare(images / "train", tmp_path / "run", None, {"init": weights, "train.device": "cpu"})
+    assert actual.settings.model.shape == (24, 2, 3)
+    assert any("the model is that of" in reason for reason in actual.reasons)
     small = {"init": str(weights), "train.batch_size": 8}
     gpu = Gpu("x", 80.0, 900.0)
     planning.plan_run(None, 100, "adclr_small", small, gpu, file=tmp_path / "plan.json")

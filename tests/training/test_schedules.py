@@ -114,14 +114,14 @@ def test_a_frozen_last_layer_neither_moves_nor_decays() -> None:
 
 
 def test_numbers_on_the_device_give_the_same_step() -> None:
-    found = []
+    results = []
     for numbers in ((0.1, 0.2), (torch.tensor(0.1), torch.tensor(0.2))):
         model = network()
         optimizer = make_optimizer(model, tiny())
         for _ in range(3):
             optimizer_step(optimizer, *numbers, 3.0, give_gradients(model))
-        found.append([p.detach() for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -64,10 +64,10 @@ def written_out(settings: Settings, folder: Path) -> tuple[ADCLR, list[float]]:
         views = augment.render(
             packed, plan_batch(settings, epoch, source.keys[order], packed.sizes), (0.3, 0.4, 0.5), (0.2, 0.3, 0.1)
         )
-        found = method(views, 0.04 + (0.07 - 0.04) * min(1.0, epoch / 2))
-        losses.append(found.total.item())
+        actual = method(views, 0.04 + (0.07 - 0.04) * min(1.0, epoch / 2))
+        losses.append(actual.total.item())
         method.zero_grad()
-        found.total.backward()
+        actual.total.backward()
         lr = 0.01 * 8 / 256
         lr = lr * step / 2 if step < 2 else cosine(lr, 1e-6, (step - 2) / 10)
         decay, momentum = cosine(0.1, 0.3, step / 12), cosine(0.9, 1.0, step / 12)

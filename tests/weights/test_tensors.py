@@ -91,8 +91,8 @@ def test_one_type_is_allowed_and_no_other(tmp_path: Path) -> None:
         ):
             (tmp_path / "a.pth").write_bytes(saved(content))
             if asked is None:
-                found = read_torch(tmp_path / "a.pth")["args"]
-                assert vars(found) == {"a": 1, "b": [2.0, "c"], "c": argparse.Namespace()}
+                actual = read_torch(tmp_path / "a.pth")["args"]
+                assert vars(actual) == {"a": 1, "b": [2.0, "c"], "c": argparse.Namespace()}
                 continue
             with pytest.raises(UserError, match=f"{asked}.* to be loaded, which is not data"):
                 read_torch(tmp_path / "a.pth")

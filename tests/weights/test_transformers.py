@@ -54,10 +54,10 @@ def test_folders_compute_what_transformers_computes(
 ) -> None:
     theirs = make(model, config, options)
     theirs.save_pretrained(tmp_path)
-    found = load_weights(tmp_path)
-    assert found.report is not None
-    assert (found.report.missing, found.vit.position_resampling) == ((), resampling)
-    assert found.mean == ((0.5, 0.5, 0.5) if config == "ViTConfig" else (0.485, 0.456, 0.406))
+    actual = load_weights(tmp_path)
+    assert actual.report is not None
+    assert (actual.report.missing, actual.vit.position_resampling) == ((), resampling)
+    assert actual.mean == ((0.5, 0.5, 0.5) if config == "ViTConfig" else (0.485, 0.456, 0.406))
     base = getattr(theirs, theirs.base_model_prefix, theirs)
     skip = 1 + options.get("num_register_tokens", 0)
     for size in ((32, 32), (48, 24)):
@@ -69,7 +69,7 @@ def test_folders_compute_what_transformers_computes(
         else:
             more = {"interpolate_pos_encoding": True} if model.startswith("ViT") else {}
             theirs_out = base(images, **more).last_hidden_state
-        tokens = found.vit(images)
+        tokens = actual.vit(images)
         torch.testing.assert_close(tokens.cls, theirs_out[:, 0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(tokens.patches, theirs_out[:, skip:], rtol=1e-4, atol=1e-4)
 

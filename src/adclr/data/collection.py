@@ -24,7 +24,7 @@ from adclr.data.sources.tables import Tables
 from adclr.data.sources.tar_shards import TarShards
 from adclr.system import stores
 from adclr.system.machine import gpu_bytes
-from adclr.system.stores.urls import base_name, conceal, is_remote
+from adclr.system.store_urls import base_name, conceal, is_remote
 from adclr.system.threads import ThreadPool, wait_for
 
 LISTS = (".txt", ".lst", ".list")

@@ -32,7 +32,7 @@ from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 from adclr.system.runs import provenance
-from adclr.system.stores.urls import conceal
+from adclr.system.store_urls import conceal
 from adclr.system.text import format_size, printable
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing

@@ -31,7 +31,7 @@ from adclr.data.key_order import examine_keys
 from adclr.data.random_draws import Keys, key_of
 from adclr.system import stores
 from adclr.system.files import replacing
-from adclr.system.stores.urls import is_remote
+from adclr.system.store_urls import is_remote
 from adclr.system.text import printable
 
 NO_EXTENTS = np.zeros((0, 3), np.int64)

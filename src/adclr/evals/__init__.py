@@ -23,7 +23,7 @@ from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, write_json
 from adclr.system.outputs import is_searched
 from adclr.system.runs import provenance
-from adclr.system.stores.urls import conceal, is_remote
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import as_utf8, printable, printable_lines
 
 PICTURE, FOLDER = ".png", ""  # suffixes of the prefix

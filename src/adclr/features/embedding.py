@@ -48,8 +48,8 @@ from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable
 from adclr.system.progress import ProgressLine
 from adclr.system.runs import provenance
+from adclr.system.store_urls import base_name, conceal, is_remote
 from adclr.system.stores import mirror as store_mirror
-from adclr.system.stores.urls import base_name, conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights.backbone import Weights, load_weights
 

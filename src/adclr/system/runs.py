@@ -27,7 +27,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.system import files, locks
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
-from adclr.system.stores.urls import conceal
+from adclr.system.store_urls import conceal
 
 STOPPED = "stopped"  # true in the last row of metrics.jsonl of a run that was stopped by a signal or a limit
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic")

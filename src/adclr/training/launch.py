@@ -20,12 +20,12 @@ from adclr.data import collection, file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Stamps
 from adclr.data.sources import Source
+from adclr.system import store_urls
 from adclr.system.files import check_writable
 from adclr.system.machine import num_processes
 from adclr.system.outputs import is_searched
 from adclr.system.runs import Run
 from adclr.system.stores import cache as store_cache
-from adclr.system.stores import urls as store_urls
 from adclr.system.text import printable
 from adclr.training import loggers
 

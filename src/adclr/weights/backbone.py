@@ -30,8 +30,8 @@ from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 from adclr.system.files import write_atomically, write_json
 from adclr.system.runs import Run
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.stores import mirror as store_mirror
-from adclr.system.stores.urls import conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights import layouts, origins, snapshot
 from adclr.weights.networks import NetworkDescription, network_state, restore_network

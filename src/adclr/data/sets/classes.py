@@ -17,7 +17,7 @@ from adclr.data.collection import is_folder, open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
 from adclr.data.sources import Source, Subset, huggingface_cache
-from adclr.system.stores.urls import conceal, is_remote
+from adclr.system.store_urls import conceal, is_remote
 
 
 @dataclass(frozen=True)

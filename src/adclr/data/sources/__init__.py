@@ -23,7 +23,7 @@ from adclr.data.listing_builder import SORTED_AT_ONCE, ListingBuilder, SortedNam
 from adclr.data.random_draws import Keys, key_of
 from adclr.system.outputs import is_searched
 from adclr.system.progress import ProgressCount
-from adclr.system.stores.urls import is_remote
+from adclr.system.store_urls import is_remote
 from adclr.system.text import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")

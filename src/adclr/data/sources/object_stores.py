@@ -13,8 +13,8 @@ from adclr.config.parsing import UserError
 from adclr.data.sources import SUFFIXES, Source, label_of, parse_list, read_file, read_list
 from adclr.data.sources.store_reader import NUM_AHEAD, StoreReader
 from adclr.system import stores
+from adclr.system.store_urls import conceal, is_remote, join, parent
 from adclr.system.stores import StoreFile
-from adclr.system.stores.urls import conceal, is_remote, join, parent
 
 UNKNOWN_BYTES = 2**62  # of a list, whose images are asked for their sizes when they are read
 

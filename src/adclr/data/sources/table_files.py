@@ -8,8 +8,8 @@ from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.data.sources.store_reader import BLOCK, StoredObject, StoreReader
+from adclr.system.store_urls import base_name
 from adclr.system.stores import StoreFile
-from adclr.system.stores.urls import base_name
 from adclr.system.text import one_line
 
 IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes", "image_bytes", "content")  # columns tried first

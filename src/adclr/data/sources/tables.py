@@ -34,8 +34,8 @@ from adclr.system import machine, stores
 from adclr.system.optional import require
 from adclr.system.outputs import is_searched
 from adclr.system.progress import track
+from adclr.system.store_urls import base_name, is_remote
 from adclr.system.stores import StoreFile
-from adclr.system.stores.urls import base_name, is_remote
 
 SUFFIXES = (".parquet", ".arrow")
 MEMORY_SHARE = 0.2  # of the free memory, divided by the processes here, for row groups that were decoded

@@ -27,8 +27,8 @@ from adclr.data.sources.store_reader import BLOCK, NUM_AHEAD, StoredObject, Stor
 from adclr.system import stores
 from adclr.system.outputs import is_searched
 from adclr.system.progress import ProgressCount
+from adclr.system.store_urls import is_remote
 from adclr.system.stores import StoreFile
-from adclr.system.stores.urls import is_remote
 from adclr.system.threads import ThreadPool
 
 LONGEST_LABEL = 256  # bytes of a .cls file

@@ -2,7 +2,7 @@
 
 A connection that breaks is never the fault of an image: it ends a command with `StoreError`, a `UserError`, where an
 image that is not there, or is no image, is an `OSError`, which lists it as unreadable. Credentials come from the
-environment of each store (`urls.SCHEMES`); messages hold no part of a URL that could be one.
+environment of each store (`store_urls.SCHEMES`); messages hold no part of a URL that could be one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from adclr.config.errors import UserError
 from adclr.system.optional import not_installed, require
-from adclr.system.stores.urls import SCHEMES, WRITABLE, conceal, join, reveal, scheme_of
+from adclr.system.store_urls import SCHEMES, WRITABLE, conceal, join, reveal, scheme_of
 from adclr.system.text import one_line
 from adclr.system.threads import ThreadPool
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from adclr.config.errors import UserError
 from adclr.system.machine import GIB
-from adclr.system.stores.urls import is_remote
+from adclr.system.store_urls import is_remote
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "ADCLR_LOCAL_CACHE", "ADCLR_LOCAL_CACHE_GIB"
 DEFAULT_GIB = 20.0

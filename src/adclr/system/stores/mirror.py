@@ -11,9 +11,9 @@ from pathlib import Path
 
 from adclr.config.errors import UserError
 from adclr.system import stores
+from adclr.system.store_urls import base_name, join, parent
 from adclr.system.stores import StoreFile
 from adclr.system.stores.cache import cache_folder, local_cache, part_name
-from adclr.system.stores.urls import base_name, join, parent
 
 PIECE = 2**26  # bytes of a file that are fetched at once
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")

@@ -20,8 +20,8 @@ from adclr.model.vit import VisionTransformer
 from adclr.system import outputs
 from adclr.system.files import check_writable, read_json, sync, write_json
 from adclr.system.runs import provenance
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.stores import mirror as store_mirror
-from adclr.system.stores.urls import conceal, is_remote
 from adclr.system.text import printable
 from adclr.weights import snapshot
 from adclr.weights.backbone import load_weights
