@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("system.stores", "system.store_urls", "system.store_cache", "system.store_mirror", "data.store_reader"),
     *("data.store_sources", "data.tar_shards", "data.tables", "data.table_files", "data.huggingface"),
-    *("data.sources", "data.collection", "data.decode"),
+    *("data.sources", "data.listing", "data.listing_builder", "data.key_order", "data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.random_draws"),
 )
