@@ -32,7 +32,8 @@ WITHOUT_TORCH = (
     *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional"),
     *("system.locks", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
-    *("system.stores", "system.store_urls", "data.sources", "data.collection", "data.decode"),
+    *("system.stores", "system.store_urls", "data.sources", "data.listing", "data.listing_builder", "data.key_order"),
+    *("data.collection", "data.decode"),
     *("data.doctor", "training.launch", "training.planning", "training.plan_cost"),
     *("training.plan_gpus", "training.loggers", "data.random_draws"),
 )

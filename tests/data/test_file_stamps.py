@@ -20,6 +20,7 @@ from adclr.config.parsing import UserError
 from adclr.data import file_stamps
 from adclr.data.collection import open_source
 from adclr.data.file_stamps import Stamps
+from adclr.data.random_draws import mix
 from adclr.features.embedding_files import Parts
 from adclr.system.runs import Run
 from adclr.training import launch
@@ -290,6 +291,44 @@ def test_a_run_is_not_resumed_with_a_replaced_image(stopped: Path, photos: Path,
     assert sorted((path, path.stat().st_mtime_ns) for path in stopped.rglob("*")) == before
     assert start(photos, stopped, allow_changed=True).finished
     assert start(photos, stopped).finished  # these images are known by now
+
+
+def test_of_very_many_images_some_are_looked_at(
+    stopped: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_stamps, "MOST_WATCHED", 10)
+    monkeypatch.setattr(file_stamps, "WATCHED", 6)
+    launched = launch.prepare(photos, stopped)
+    source = launched.source
+    watched = file_stamps.watched_images(source, "time")
+    assert watched is not None
+    assert watched.tolist() == sorted(np.argsort(mix(source.keys))[:6].tolist())
+    assert file_stamps.watched_images(source, "content") is None  # which is to read all
+    others = [index for index in range(len(source)) if index not in watched]
+    # the run has the stamps of all images, from before there were so many; and then those of some
+    for file in (stopped / launch.STAMPS, tmp_path / "some.npz"):
+        monkeypatch.setattr(launch, "STAMPS", str(file))
+        if file.exists():
+            assert len(np.load(file)["keys"]) == len(source)
+        else:
+            launch.read_stamps(launched).save(file, source.keys)
+            assert len(np.load(file)["keys"]) == 6
+        assert launch.describe_replaced(launched, launch.read_stamps(launched)) is None
+        name = source.paths[others[0]]
+        before = (photos / name).stat().st_mtime_ns
+        os.utime(photos / name, ns=(1, 1))  # not noticed: the price, of which docs/reliability.md tells
+        assert launch.describe_replaced(launched, launch.read_stamps(launched)) is None
+        os.utime(photos / name, ns=(before, before))
+        first, second = (photos / source.paths[index] for index in watched[[2, 4]])
+        times = first.stat().st_mtime_ns, second.stat().st_mtime_ns
+        os.utime(first, ns=(1, 1))
+        clause = launch.describe_replaced(launched, launch.read_stamps(launched))
+        assert clause == f"1 image of {photos} was replaced, {source.paths[watched[2]]},"
+        os.utime(second, ns=(1, 1))
+        clause = launch.describe_replaced(launched, launch.read_stamps(launched))
+        assert clause == f"2 images among 6 of {photos} were replaced, such as {source.paths[watched[2]]},"
+        for path, time in zip((first, second), times, strict=True):
+            os.utime(path, ns=(time, time))
 
 
 def test_a_finished_run_does_not_seem_to_have_learned_from_replaced_images(photos: Path, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def _read_listing(path: Path, file: IO[bytes], archive: zipfile.ZipFile) -> List
         listing = Listing(listed, keys, facts, places, labels, problems, keyed, path, fingerprint)
     else:
         listed = names("names", "ends")
-        keys = keys_of(listed, places, titles if keyed else [])
+        keys = _keys_of(listed, places, titles if keyed else [])
         listing = Listing(listed, keys, facts, places, labels, problems, keyed)
     count = len(listed)
     _require(count > 0, "it names no image")
@@ -232,7 +232,7 @@ class _NameCheck:
             raise UserError(printable(f"index {self.path} is damaged at image {index}; delete it and begin again"))
 
 
-def keys_of(names: Names, places: NDArray[np.int64], titles: Sequence[str]) -> Keys:
+def _keys_of(names: Names, places: NDArray[np.int64], titles: Sequence[str]) -> Keys:
     """Return the keys of names; where titles of shards are given, of the names in them, if these all differ."""
     if titles:
         shards = places[:, 0].tolist()
