@@ -31,7 +31,14 @@ def command(data: Path, out: Path, **changes: Any) -> list[str]:
 
 
 def start(
-    data: Path, out: Path, *, before: str = "", ranks: int = 1, threads: int = THREADS, **changes: Any
+    data: Path,
+    out: Path,
+    *,
+    before: str = "",
+    ranks: int = 1,
+    threads: int = THREADS,
+    max_restarts: int = 0,
+    **changes: Any,
 ) -> subprocess.Popen[str]:
     """A run in a process of its own; `before` is Python that is done first, to make things go wrong."""
     text = f"{before}\nimport sys\nfrom adclr.cli import main\nmain(sys.argv[1:])"
@@ -40,7 +47,8 @@ def start(
         if before:
             program = [str(out.with_name(f"{out.name}.py"))]
             Path(program[0]).write_text(text)
-        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+        several = ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
+        program = ["-m", "torch.distributed.run", "--standalone", *several, *program]
     return subprocess.Popen(
         [sys.executable, *program, *command(data, out, **changes)],
         stdout=subprocess.PIPE,

@@ -243,6 +243,32 @@ def test_a_process_that_is_killed_takes_the_run_down_and_its_checkpoint_stays(im
     assert lives.newest(out) is not None
 
 
+@FULL
+def test_torchrun_starts_a_run_again_whose_process_was_killed(images: Path, tmp_path: Path) -> None:
+    """SIGKILL of the second process in the first life and of the first one in the second: as without, to the bit."""
+    before = """
+import os, signal, adclr.training.journal as j
+step = j.Journal.step
+def killed(self, done, *rest):
+    step(self, done, *rest)
+    life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if (life, done) in ((("1", "0"), 5), (("0", "1"), 9)): os.kill(os.getpid(), signal.SIGKILL)
+j.Journal.step = killed
+"""
+    changes = CHANGES | {"epochs": 6, "checkpoint_every_steps": 2}
+    outs = [tmp_path / "whole", tmp_path / "killed"]
+    code, _, errors = lives.finish(lives.start(images / "train", outs[0], ranks=2, **changes), 300)
+    assert code == 0, errors
+    process = lives.start(images / "train", outs[1], ranks=2, before=before, max_restarts=3, **changes)
+    code, _, errors = lives.finish(process, 300)
+    assert code == 0, errors
+    assert errors.count("(exitcode: -9)") == 2
+    starts = [start["from_step"] for start in read_json(outs[1] / "provenance.json")]
+    assert len(starts) == 3
+    assert 0 == starts[0] < starts[1] < starts[2]
+    assert lives.digest(outs[1]) == lives.digest(outs[0])
+
+
 def test_the_reason_of_a_process_that_fails_is_shown_first(images: Path, tmp_path: Path) -> None:
     before = """
 import os, adclr.training.journal as j
