@@ -19,6 +19,7 @@ from adclr.config.parsing import build, load_recipe, parse_words
 from adclr.config.settings import Settings
 from adclr.data import doctor
 from adclr.system import machine
+from adclr.system.text import printable
 from test_decode import deep_png
 from tiny import Adclr
 
@@ -113,6 +114,26 @@ def test_the_advice_can_be_pasted_into_a_shell(ward: Path, tmp_path: Path, adclr
     words = [word for word in arguments if not word.startswith(("train.epochs", "optim.warmup"))]
     done = adclr(*words, *small)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="sh may not know $'...'")
+@pytest.mark.parametrize(
+    "name",
+    ["it's", 'a "b"', "$(touch x) `y` ; &", "two\nlines\t", "\x1b]0;owned\x07", "-rf *", "Äpfel 犬", "\udcff\x1b'\\9"],
+)
+def test_advice_is_harmless_on_a_terminal_and_in_a_shell(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    for number in range(4):
+        photo(60, 50).convert("L").save(folder / f"{number}.png")
+    report = doctor.examine_collection(str(folder), tmp_path / "report", doctor.DoctorSettings(num_workers=1))
+    for line in (report["advice"][0], capsys.readouterr().out.split("advice:\n")[1].splitlines()[0]):
+        assert printable(line) == line
+        done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, cwd=tmp_path)
+        assert done.stdout.split(b"\0")[2] == os.fsencode(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "report"])
 
 
 def test_lists_in_advice_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

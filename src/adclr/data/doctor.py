@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from adclr.system.machine import cpu_count
 from adclr.system.progress import track
 from adclr.system.runs import provenance
 from adclr.system.store_urls import conceal
-from adclr.system.text import format_size, printable
+from adclr.system.text import format_size, printable, shell_join
 
 TINY = 32  # pixels of the shorter side; below, a crop shows next to nothing
 STRETCHED = 4.0  # longer side over shorter
@@ -233,7 +232,7 @@ def _advice(
         values += ["data.allow_damaged_shards=true"] if counts["damaged shards"] else []
         out = re.sub(r"[^\w.-]+", "_", Path(report["data"]).stem).strip("_.-") or "images"
         words = ["adclr", "pretrain", report["data"], "--out", f"runs/{out}", "--recipe", choice.recipe, *values]
-        advice += [shlex.join(words), *choice.reasons]
+        advice += [shell_join(words), *choice.reasons]
     else:
         advice.append("nothing here can be read; look at the reasons above")
     advice += _advice_on_bands(report["data"], findings, settings.num_channels)
@@ -254,10 +253,10 @@ def _advice(
     if deep:
         advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
     if settings.num_channels == 3 and num_gray == len(good):
-        gray_settings = shlex.join(_color_settings(report["mean"][:1], report["std"][:1], 1))
+        gray_settings = shell_join(_color_settings(report["mean"][:1], report["std"][:1], 1))
         advice.append(f"all images are gray; {gray_settings} trains on one channel")
     elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
-        advice.append(f"mean and deviation differ from the defaults of the recipes; set {shlex.join(colors)}")
+        advice.append(f"mean and deviation differ from the defaults of the recipes; set {shell_join(colors)}")
     return advice
 
 
@@ -278,14 +277,14 @@ def _advice_on_bands(data: str, findings: Sequence[Finding], num_channels: int) 
     advice = []
     for bands, count in Counter(finding.bands for finding in findings).most_common():
         if bands not in (0, 1, 3, num_channels):
-            command = shlex.join(["adclr", "doctor", data, f"num_channels={bands}"])
+            command = shell_join(["adclr", "doctor", data, f"num_channels={bands}"])
             advice.append(
                 f"{count} TIFF files have {bands} bands, not {num_channels}; {command} examines all of them, and "
                 f"model.num_channels={bands} trains on them"
             )
     for pages, count in Counter(finding.pages for finding in findings).most_common():
         if pages > 1:
-            command = shlex.join(["adclr", "doctor", data, f"num_channels={pages}"])
+            command = shell_join(["adclr", "doctor", data, f"num_channels={pages}"])
             advice.append(
                 f"{count} TIFF files have {pages} pages, of which the first is used; if they are bands, {command} "
                 f"examines all of them, and model.num_channels={pages} trains on them"

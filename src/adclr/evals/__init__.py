@@ -105,7 +105,7 @@ def run_evaluation(
             if say:
                 print(f"{printable_lines(format_scores(scores))}\n{seconds:.0f} seconds")
                 for line in score_text.compare_with_control(name, settings, scores, *_controls(name, settings, out)):
-                    print(line)
+                    print(printable(line))
             if out is not None:
                 facts = provenance() | {"seconds": seconds, "processes": distributed.world_size()}
                 facts |= outputs.signature("evaluate")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from adclr.config import parsing
 from adclr.config.parsing import Section, UserError
 from adclr.system.files import read_json
 from adclr.system.runs import Run
+from adclr.system.text import shell_join
 
 # names of scores that are percentages; all others are counts, ranks or chosen settings
 PERCENT = re.compile(r"_top[15](_|$)|_mean_class$|_(miou|aacc|macc)$|^(image|patch)_matching|^video_|^(box|mask)_a[pr]")
@@ -163,7 +163,7 @@ def _command(name: str, settings: Any) -> str:
     words = ["adclr", "evaluate", name, "--weights", settings.weights, "--data", *data, "--from-scratch"]
     if settings.partial:
         words.append("--partial")
-    return shlex.join([*words, *_changed_settings(settings)])
+    return shell_join([*words, *_changed_settings(settings)])
 
 
 def _changed_settings(settings: Any) -> Iterator[str]:

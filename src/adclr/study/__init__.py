@@ -165,7 +165,7 @@ def _report_other_data(study: Study, store: Results, folders: Mapping[str, Path]
         count = store.count_scores_of_other_data(study.cells, one)
         if count and one.data is not None:
             folder = data_folder(one.data, folders)
-            print(f"{printable(title)}: {count} scores here are of other data than {folder}; they are not taken")
+            print(printable(f"{title}: {count} scores here are of other data than {folder}; they are not taken"))
 
 
 def _report_missing_data(
@@ -174,7 +174,8 @@ def _report_missing_data(
     """Print which runs or scores must wait, since their data is not here."""
     arguments = " ".join(f"{name}=DIR" for name in sorted(study.data_names() - set(folders)))
     if len(possible) < len(missing):
-        print(f"{len(missing) - len(possible)} runs are missing; say where the data lies to make them: {arguments}")
+        sentence = f"{len(missing) - len(possible)} runs are missing; say where the data lies to make them: {arguments}"
+        print(printable(sentence))
     unscored = {one.key for cell in possible for one in store.missing_evaluations(cell, study.outline.evaluations)}
     columns = [
         title
@@ -182,7 +183,8 @@ def _report_missing_data(
         if one.key in unscored and one.data is not None and data_name(one.data) not in folders
     ]
     if columns:
-        print(f"left out, since it was not said where their data lies ({arguments}): {', '.join(columns)}", flush=True)
+        sentence = f"left out, since it was not said where their data lies ({arguments}): {', '.join(columns)}"
+        print(printable(sentence), flush=True)
 
 
 def _render_scenes(folder: Path) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import unicodedata
+from collections.abc import Iterable
 
 JOINERS = "\u200c\u200d"  # zero-width (non-)joiner, without which Persian, Indic scripts and emoji are misspelled
 
@@ -25,6 +28,23 @@ def _is_shown(character: str) -> bool:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them made printable."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def shell_join(words: Iterable[str]) -> str:
+    """Return words as a line that can be shown on a terminal and pasted into a shell.
+
+    A word with characters that a terminal obeys is written as $'...', which bash, zsh and ksh read.
+    """
+    return " ".join(map(_shell_quote, words))
+
+
+def _shell_quote(word: str) -> str:
+    if printable(word) == word:
+        return shlex.quote(word)
+    plain = (
+        chr(byte) if 32 <= byte < 127 and chr(byte) not in "\\'" else f"\\{byte:03o}" for byte in os.fsencode(word)
+    )
+    return f"$'{''.join(plain)}'"
 
 
 def as_utf8(text: str) -> str:

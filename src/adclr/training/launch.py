@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from adclr.system.machine import num_processes
 from adclr.system.outputs import is_searched
 from adclr.system.runs import Run
 from adclr.system.stores import cache as store_cache
-from adclr.system.text import printable
+from adclr.system.text import printable, shell_join
 from adclr.training import loggers
 
 INDEX = "index.npz"  # in a run: the images of the collection, with their paths and labels
@@ -271,7 +270,7 @@ def _describe_epochs(run: Run, stored: Settings, epochs: int) -> str:
     command = ["adclr", "pretrain", "--out", further, "--recipe", str(file), f"init={run.path}"]
     return (
         f"{run.path} has done its {before} epochs, and its learning rate ends there; train its weights further, from a "
-        f"new warm-up on, by {shlex.join(command)} epochs={epochs - before}"
+        f"new warm-up on, by {shell_join(command)} epochs={epochs - before}"
     )
 
 
