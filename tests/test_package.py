@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -93,9 +96,69 @@ def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     shipped = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in kinds}
     inside = {name for name in names if ".dist-info/" not in name}
     assert shipped <= inside
-    assert inside - shipped <= {"adclr/py.typed"}
+    studies = {name for name in inside if name.startswith("adclr/study/studies/")}
+    assert inside - shipped - studies <= {"adclr/py.typed"}
+    assert {f"adclr/study/studies/{path.name}" for path in (ROOT / "studies").glob("*.yaml")} <= studies
+    assert any(name.startswith("adclr/study/studies/results/runs/") for name in studies)
     assert "adclr/py.typed" in inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def built_metadata() -> dict[str, Any]:
+    """Return the project's metadata as the build has them."""
+    core = pytest.importorskip("hatchling.metadata.core")
+    manager = pytest.importorskip("hatchling.plugin.manager")
+    project = core.ProjectMetadata(str(ROOT), manager.PluginManager())
+    return {"readme": project.core.readme, "urls": project.core.urls, "authors": project.core.authors_data}
+
+
+def test_the_page_on_a_package_index_has_no_relative_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_REPOSITORY", "someone/adclr")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    built = built_metadata()
+    links = re.findall(r"\]\(([^)]+)\)", built["readme"])
+    assert len(links) > 20
+    assert all(re.match(r"https://|#", link) for link in links)
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", built["readme"])
+    assert pictures == ["https://github.com/someone/adclr/raw/HEAD/docs/pictures/photographs.jpg"]
+    assert "https://github.com/someone/adclr/blob/HEAD/docs/results.md" in links
+    assert built["urls"]["Repository"] == "https://github.com/someone/adclr"
+    assert built["urls"]["Paper"].startswith("https://arxiv.org/")
+    assert built["authors"]["name"]
+
+
+def test_without_a_known_address_no_picture_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")  # a remote that is not GitHub's
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "remote.origin.url")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", str(tmp_path))
+    built = built_metadata()
+    assert "![" not in built["readme"]
+    assert all(re.match(r"https://|#", link) for link in re.findall(r"\]\(([^)]+)\)", built["readme"]))
+    assert list(built["urls"]) == ["Paper"]
+
+
+@pytest.mark.full
+def test_the_docker_image_is_built_and_answers() -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "info"], capture_output=True, timeout=60).returncode:
+        pytest.skip("Docker is not installed, or its daemon is not running")
+    pulled = subprocess.run([docker, "pull", "python:3.12-slim"], capture_output=True, text=True, timeout=300)
+    if pulled.returncode:
+        pytest.skip(f"the base image cannot be downloaded: {pulled.stderr.strip()[-200:]}")
+    run(docker, "build", "--tag", "adclr-test", "--build-arg", "TORCH_INDEX=https://download.pytorch.org/whl/cpu", ROOT)
+    assert adclr.__version__ in run(docker, "run", "--rm", "adclr-test", "--version")
+
+
+def test_what_the_dockerfile_copies_exists() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert "pyproject.toml" in copied
+    assert all((ROOT / name).exists() for name in copied)
+    extras = re.search(r'"\.\[([\w,]+)\]"', text)
+    assert extras
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(extras[1].split(",")) <= set(known)
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:

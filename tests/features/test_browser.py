@@ -117,7 +117,7 @@ def test_a_patch_that_is_pointed_at_shows_what_is_like_it(browser: Any, two: str
         after(page, lambda x=x: page.mouse.move(box["x"] + x * box["width"], box["y"] + 0.4 * box["height"]), "pointed")
         found.add(pixels(page, panel))
     assert len(found) == 3
-    assert "like the patch" in page.locator("#panels").inner_text()
+    assert "similarity to the patch" in page.locator("#panels").inner_text()
     assert page.errors == []
 
 
@@ -132,12 +132,12 @@ def test_a_link_points_at_the_same_patch_again(browser: Any, two: str) -> None:
     again = visit(browser, page.url)
     until(again, "document.body.dataset.pointed > 0")
     assert [pixels(again, panel) for panel in similar] == [pixels(page, panel) for panel in similar]
-    assert again.locator("#panels").inner_text().count("like the patch") == 2
+    assert again.locator("#panels").inner_text().count("similarity to the patch") == 2
     after(page, lambda: page.locator("#results li button").nth(3).click())
     assert "patch" not in page.url  # it was of the other image
     for wrong in ("0.5", "0.5,2", "a,b", "NaN,0", ",", "0.1,0.2,0.3"):
         strange = visit(browser, f"{two}#patch={wrong}")
-        assert "like the patch" not in strange.locator("#panels").inner_text()
+        assert "similarity to the patch" not in strange.locator("#panels").inner_text()
         assert strange.errors == []
         strange.context.close()
     assert page.errors == again.errors == []
@@ -161,7 +161,7 @@ def test_keys_point_at_patches(browser: Any, one: str) -> None:
     page.keyboard.press("Escape")
     until(page, "!location.hash.includes('patch')")
     assert pixels(page, panel) == found[0]
-    assert "Alt and arrows" in page.locator("#hint").inner_text()
+    assert "Alt and arrow keys" in page.locator("#hint").inner_text()
     assert page.errors == []
 
 

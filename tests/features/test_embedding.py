@@ -348,7 +348,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     out = tmp_path / "made" / "f.parquet"
     for changes, message in (
         ({"size": 18}, "size=18 is not divisible by these weights' patches of 4; set size=16"),
-        ({"size": None, "framing": "crop"}, "size=null is none"),
+        ({"size": None, "framing": "crop"}, "size=null gives none"),
         ({"format": "npy"}, "format is a setting of --dense"),
         ({"dense": True, "vector": "both"}, "vector is a setting without --dense"),
         ({"dense": True}, "give that of a folder"),

@@ -41,7 +41,7 @@ def row(**changes: float) -> dict[str, float]:
     [
         ({"target_kl": 1e-4, "target_entropy": 0.999}, "uniform collapse", r"lower method\.teacher_temperature"),
         ({"target_kl": 1e-4, "target_entropy": 0.01}, "constant collapse", r"lower method\.center_momentum"),
-        ({"rank_patches": 1.1}, "dimensional collapse", "the features of patches differ in 1.1 directions only"),
+        ({"rank_patches": 1.1}, "dimensional collapse", "the effective rank of patches is 1.1, "),
         ({"queries_in_cls": 0.9}, "collapse onto the queries", r"set model\.query_keys=image"),
     ],
 )

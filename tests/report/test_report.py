@@ -137,7 +137,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     shutil.copytree(other, same)
     apart = report.write_report([str(other), str(same)], tmp_path / "apart.html").read_text()
     assert f"<b>{same}</b>" in apart
-    assert "Nothing: all settings are the same" in apart
+    assert "None: all settings are the same" in apart
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ def test_healthy_ranges_are_shaded(run: Path) -> None:
     untrained = read_record(run).health_rows[0]
     kl = max(3e-4, 0.02 * untrained["target_kl"])
     for title, healthy in {
-        "KL of targets to their mean, nats": f"above {charts.format_number(kl)}",
-        "Effective rank of [CLS]": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_cls']))}",
-        "Effective rank of patches": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_patches']))}",
-        "Effective rank of queries": f"above {charts.format_number(max(1.2, 0.1 * untrained['rank_queries']))}",
+        "KL of targets to their mean, nats": f"above {kl:.2g}",
+        "Effective rank of [CLS]": f"above {max(1.2, 0.1 * untrained['rank_cls']):.2g}",
+        "Effective rank of patches": f"above {max(1.2, 0.1 * untrained['rank_patches']):.2g}",
+        "Effective rank of queries": f"above {max(1.2, 0.1 * untrained['rank_queries']):.2g}",
         "Global loss / ln K": "0 to 1",
     }.items():
         assert f"healthy {healthy}<" in figures[title], title
@@ -251,11 +251,11 @@ def test_the_status_names_collapses_scores_and_void_steps(run: Path, tmp_path: P
     assert "Uniform collapse" in status([measures(0.2), *[measures(1e-5, 0.99)] * 3])
     assert "Constant collapse" in status([measures(0.2), *[measures(1e-5, 0.01)] * 3])
     assert "Dimensional collapse" in status([measures(0.2), *[measures(0.2, rank=1.0)] * 3])
-    assert "does not collapse" in status([measures(0.2)] * 4)
+    assert "No collapse" in status([measures(0.2)] * 4)
     assert status([measures(1e-5)]) == ""  # too early to say
-    assert "no sign that it has learned" in status([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
-    assert "had been 50.0 %" in status([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
-    assert "3 steps were void" in status([{"voided_steps": 3}])
+    assert "no sign of learning" in status([{"knn_top1": 30.0}, {"knn_top1": 25.0}])
+    assert "it was 50.0 % before" in status([{"knn_top1": 30.0}, {"knn_top1": 50.0}, {"knn_top1": 40.0}])
+    assert "3 steps had no effect" in status([{"voided_steps": 3}])
     assert "it collapses" in status([{"health": "it collapses"}, {"health": "it collapses"}])
 
 

@@ -60,7 +60,7 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     loop.train(launch.prepare(images / "train", whole, None, SPARSE | short))
     assert [row["step"] for row in read_record(whole).health_rows] == [10, 28]
     texts = [statement.text for statement in describe_status(read_record(whole))]
-    assert any("No sign of a collapse in 2 measures" in text for text in texts)
+    assert any("No sign of a collapse in 2 measurements" in text for text in texts)
 
     train_and_stop(images, parts, 17, monkeypatch, **short)
     stopped = read_record(parts)

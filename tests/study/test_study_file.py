@@ -120,7 +120,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown evaluation": ({"evaluations": {"x": KNN | {"name": "kn"}}}, "unknown evaluation 'kn'"),
     "its setting": ({"evaluations": {"x": KNN | {"settings": {"kk": 3}}}}, "evaluation 'x': unknown setting 'kk'"),
     "its data": ({"evaluations": {"x": {"name": "knn", "score": "y"}}}, "evaluation knn needs data: NAME"),
-    "its weights": ({"evaluations": {"x": KNN | {"settings": {"weights": "W"}}}}, "told its weights"),
+    "its weights": (
+        {"evaluations": {"x": KNN | {"settings": {"weights": "W"}}}},
+        "takes weights and data from the study",
+    ),
     "a setting": ({"settings": {"epoch": 3}}, "did you mean 'train.epochs'"),
     "a value": ({"settings": {"epochs": "many"}}, "train.epochs='many'"),
     "a combination": ({"settings": {"global_size": 33}}, "not divisible"),

@@ -137,7 +137,7 @@ def test_a_run_leaves_what_explains_it(images: Path, teacher: Path, tmp_path: Pa
     package.embed(run.path, images / "val", tmp_path / "features.parquet", device="cpu")
     package.export(run.path, "timm", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert f"to give the features of {teacher.name}" in card
+    assert f"to reproduce the features of {teacher.name}" in card
     (run.path / "results.json").unlink()
     (run.path / "backbone.safetensors").unlink()
     assert torch.equal(package.load(run.path).norm.weight, vit.norm.weight)  # of an unfinished run

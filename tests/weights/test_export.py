@@ -83,7 +83,7 @@ def test_timm_loads_strictly_and_gives_our_outputs(
 ) -> None:
     vit, run = kept(tmp_path / "run", **KINDS[kind])
     out = export(run, "timm", tmp_path / "out")
-    assert "reads it and gives the same outputs" in capsys.readouterr().out
+    assert "loads these weights; outputs agree" in capsys.readouterr().out
     images = torch.randn(2, vit.num_channels, 48, 24)
     torch.testing.assert_close(run_card(out, images)[:, 0], vit(images).cls, rtol=1e-4, atol=1e-4)
     if kind == "one channel, odd norms":
@@ -226,7 +226,7 @@ def test_what_another_program_cannot_do_is_said(tmp_path: Path, capsys: pytest.C
     _, run = kept(tmp_path / "run", position_resampling="offset")
     for to in ("timm", "huggingface"):
         out = export(run, to, tmp_path / to)
-        sentence = "resamples positions in another way, so that outputs differ a little there"
+        sentence = "resamples positions differently, so that outputs differ slightly"
         assert sentence in capsys.readouterr().out
         assert sentence in (out / "README.md").read_text()
         assert "on images of 32x32 pixels" in (out / "README.md").read_text()
@@ -274,7 +274,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert names() == before
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "timm", None)
-    assert "not tried: timm" in (export(run, "timm", tmp_path / "untried") / "README.md").read_text()
+    assert "not checked: timm" in (export(run, "timm", tmp_path / "untried") / "README.md").read_text()
 
 
 def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
     score = json.loads(evaluation.read_text())["scores"]["knn_top1"]
     done = adclr("export", run, "--to", "timm", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert "gives the same outputs" in done.stdout
+    assert "loads these weights; outputs agree" in done.stdout
     card = (out / "README.md").read_text()
     for fact in (
         "library_name: timm",

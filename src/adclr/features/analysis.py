@@ -231,7 +231,7 @@ class Basis:
     def aligned(self, features: Tensor, before: Floats) -> Basis:
         """Return the same directions in the order and with the signs nearest to earlier colors of these features, N×3.
 
-        Which of two directions that vary alike is the first, and which way it points, is chance from one basis to the
+        Which of two directions of equal variance is the first, and which way it points, is chance from one basis to the
         next; the colors of one and the same image would jump with it.
         """
         values = self.project(features).numpy(), before.astype(np.float64)

@@ -121,8 +121,11 @@ def partition_windows(
     for window in windows:
         by_shape.setdefault(window.shape, []).append(window.flatten())
     starts = torch.arange(batch).view(-1, 1) * indices.numel()
-    order = torch.cat([(starts + torch.cat(alike)).flatten() for alike in by_shape.values()])
-    groups = (Group(batch * len(alike), len(alike[0]), len(alike[0])) for alike in by_shape.values())
+    order = torch.cat([(starts + torch.cat(equal_shapes)).flatten() for equal_shapes in by_shape.values()])
+    groups = (
+        Group(batch * len(equal_shapes), len(equal_shapes[0]), len(equal_shapes[0]))
+        for equal_shapes in by_shape.values()
+    )
     return order.to(device), tuple(groups)
 
 

@@ -19,7 +19,7 @@ def deviation(features: Tensor) -> Tensor:
 
 
 def effective_rank(features: Tensor) -> Tensor:
-    """Return in how many directions n×D features of unit length differ: 1 if in one only, D if in all alike.
+    """Return in how many directions n×D features of unit length differ: 1 if in one only, D if equally in all.
 
     It is exp of the entropy of the covariance's eigenvalues as shares of their sum.
     """

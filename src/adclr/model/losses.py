@@ -63,7 +63,7 @@ def neighbor_weights(batch: int, patches: Sequence[int], num_views: Sequence[int
 def anchor_loss(patches: Tensor, anchor: Tensor) -> Tensor:
     """Return the mean squared difference of the similarities between the patches of each image, both B×N×D.
 
-    It is DINOv3's Gram anchoring: features may change, but not which patches of an image are alike.
+    It is DINOv3's Gram anchoring: features may change, but not which patches of an image are similar.
     """
     with torch.autocast(patches.device.type, enabled=False):
         student, fixed = (F.normalize(part.float(), dim=-1) for part in (patches, anchor))

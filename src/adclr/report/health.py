@@ -1,6 +1,6 @@
 """Diagnosis of collapses from the health metrics of a run.
 
-DINO has two collapses, in which every image gets the same target: all prototypes alike (uniform), or the same few
+DINO has two collapses, in which every image gets the same target: all prototypes equally (uniform), or the same few
 (constant). In a third, features of different images differ along few directions only (dimensional). The fourth comes
 with attention both ways (`model.query_keys=all`): `[CLS]` reads the queries, which both views share, and not the image.
 

@@ -14,7 +14,7 @@ FOLDERS = (Path(__file__).parent / "studies", Path(__file__).parents[3] / "studi
 WORKING_RESULTS = Path("studies/results")  # of a shipped study, below the working directory
 
 
-def shipped_folder() -> Path:
+def _folder() -> Path:
     """Return the folder of the shipped studies."""
     for folder in FOLDERS:
         if (folder / "scenes.yaml").is_file():
@@ -22,9 +22,9 @@ def shipped_folder() -> Path:
     raise UserError("this installation has no studies; name a study file by its path")
 
 
-def shipped_names() -> list[str]:
+def _names() -> list[str]:
     """Return the names of the shipped studies, sorted."""
-    return sorted(path.stem for path in shipped_folder().glob("*.yaml"))
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def find_study(file: Path) -> tuple[Path, bool]:
@@ -35,15 +35,15 @@ def find_study(file: Path) -> tuple[Path, bool]:
     if file.exists():
         return file, False
     named = file.parent in (Path(), Path("studies")) and file.suffix in ("", ".yaml")
-    if named and file.stem in shipped_names():
-        return shipped_folder() / f"{file.stem}.yaml", True
-    known = f"; studies that come with the program: {', '.join(shipped_names())}" if named else ""
+    if named and file.stem in _names():
+        return _folder() / f"{file.stem}.yaml", True
+    known = f"; studies that come with the program: {', '.join(_names())}" if named else ""
     raise UserError(f"study {file} does not exist; check the path{known}")
 
 
 def copy_results(study: Study, results: Results) -> None:
     """Copy the shipped results of a study into the folder of results, unless they are there."""
-    source, target = shipped_folder() / "results/runs", results.folder / "runs"
+    source, target = _folder() / "results/runs", results.folder / "runs"
     missing = [
         path for cell in study.cells for path in source.glob(f"{cell.key}*.json") if not (target / path.name).exists()
     ]

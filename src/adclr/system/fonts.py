@@ -30,7 +30,7 @@ MAX_FONTS = 400  # that are opened
 PROBE_SIZE = 16  # pixels, at which glyphs are compared
 NO_CHARACTER = "\ufffe"  # no font has it, so its glyph is that of a missing character
 
-_reported: list[str] = []  # missing characters, of which the user is told once
+_reported: list[str] = []  # missing characters, which are reported once
 
 
 class DrawableText(NamedTuple):

@@ -68,7 +68,7 @@ class Step:
             views = [batch]
         if self.device.type != "cuda":
             return self._run(views, _numbers(values), _frozen(values))
-        # unrecorded too, a GPU takes the values as float32 tensors, so that both ways round alike: to the bit
+        # unrecorded too, a GPU takes the values as float32 tensors, so that both ways round equally: to the bit
         return self._run(views, send(np.array(_numbers(values), np.float32), self.device), _frozen(values))
 
     def _graph(self, views: Views, values: schedules.Values) -> RecordedStep | None:
