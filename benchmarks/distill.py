@@ -1,16 +1,19 @@
 """Images/s, ms and GiB of the training step of a distillation, with the teacher's forward pass in it.
 
-    python benchmarks/distill.py [--only "ViT-T"] [--steps 10] [--warmup 5] [--repeats 3] [--json FILE] [--tiny]
+    python benchmarks/distill.py [--only "ViT-T"] [--batch 256] [--steps 10] [--warmup 5] [--repeats 3] [--json FILE]
+                                 [--tiny]
 
 By the code that training runs, of the recipe distill_small with another teacher or student; views are noise, made once,
 so there is no data path in it. Teachers have random weights, which take the same time. Each figure is the median of
-several repeats within this one run, with the least and the most: compare figures of one run only.
+several repeats within this one run, with the least and the most: compare figures of one run only. `first step after` is
+the time from the settings to the end of the first step: building both networks, compiling and recording.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,12 +45,11 @@ TINY: dict[str, Any] = {
 class Case:
     teacher: str  # size
     student: str  # size, or network of timm
-    batch: int = 256
 
     @property
     def name(self) -> str:
         student = self.student if ":" in self.student else f"ViT-{self.student[0].upper()}/16"
-        return f"ViT-{self.teacher[0].upper()}/16 to {student} batch {self.batch}"
+        return f"ViT-{self.teacher[0].upper()}/16 to {student}"
 
     def settings(self, tiny: bool) -> DistillSettings:
         key = "distill.student" if ":" in self.student else "model.size"
@@ -85,7 +87,7 @@ def work(case: Case, batch: int, device: torch.device, tiny: bool) -> Callable[[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="rows whose name has this in it; may be repeated")
-    for name, number in (("steps", 10), ("warmup", 5), ("repeats", 3)):
+    for name, number in (("batch", 256), ("steps", 10), ("warmup", 5), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="to try it: networks and views as small as can be")
@@ -94,11 +96,16 @@ def main() -> None:
     for case in CASES:
         if given.only and not any(words in case.name for words in given.only):
             continue
-        batch = 4 if given.tiny else case.batch
+        batch = 4 if given.tiny else given.batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        started = time.monotonic()
         once = work(case, batch, device, given.tiny)
+        once()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        first = time.monotonic() - started
         for _ in range(given.warmup):
             once()
         if device.type == "cuda":
@@ -107,10 +114,13 @@ def main() -> None:
         middle = statistics.median(spent)
         gib = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
         row = {"images_per_second": batch / middle, "milliseconds": 1000 * middle, "gib": gib}
+        row |= {"first_step_seconds": first}
         row |= {"least_milliseconds": 1000 * min(spent), "most_milliseconds": 1000 * max(spent)}
         rows.append(asdict(case) | {"name": case.name, "batch": batch} | row)
         memory = "" if gib is None else f", {gib:.1f} GiB"
-        print(f"{case.name}: {batch / middle:.0f} images/s, {1000 * middle:.1f} ms{memory}", flush=True)
+        rate = f"{batch / middle:.0f}" if batch / middle >= 10 else f"{batch / middle:.2g}"
+        speed = f"{rate} images/s, {1000 * middle:.1f} ms{memory}; first step after {first:.1f} s"
+        print(f"{case.name} batch {batch}: {speed}", flush=True)
     if given.json:
         write_json(given.json, {"rows": rows, "provenance": provenance()})
 

@@ -156,3 +156,9 @@ def test_runs_wait_for_their_weights_and_fail_with_them(tmp_path: Path, monkeypa
         run_cells(parsed, parsed.cells, Results(tmp_path / "results"), workspace, None)
     assert started == ["other", "start"]  # both slots; the others never
     assert "3 of 4 runs failed, first start, seed 4 (out of memory" in str(caught.value)
+    # where its weights are here, only its scores failed
+    (tmp_path / "runs" / parsed.cells[1].key).mkdir(parents=True)
+    (tmp_path / "runs" / parsed.cells[1].key / "backbone.safetensors").touch()
+    with pytest.raises(UserError, match="1 of 4 runs failed"):
+        run_cells(parsed, parsed.cells, Results(tmp_path / "results"), workspace, None)
+    assert started[2:] == ["other", "start", "further", "distilled"]

@@ -78,7 +78,8 @@ def run_cells(
                 elif code == 2 and not durations:  # a mistake that the next run would repeat
                     raise UserError(f"{run_title(worker.cell)}: {last_line(worker.log).removeprefix('adclr: ')}")
                 else:
-                    unusable.add(worker.cell.key)
+                    if not workspace.has_weights(worker.cell, results):  # its scores may be what failed
+                        unusable.add(worker.cell.key)
                     failed.append(f"{run_title(worker.cell)} ({last_line(worker.log)}; {worker.log} has all)")
                     line.say(f"{run_title(worker.cell)}: failed with exit code {code}")
             if late and not workers:
