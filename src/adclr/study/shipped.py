@@ -22,7 +22,7 @@ def _folder() -> Path:
     raise UserError("this installation has no studies; name a study file by its path")
 
 
-def _names() -> list[str]:
+def shipped_names() -> list[str]:
     """Return the names of the shipped studies, sorted."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
@@ -35,9 +35,9 @@ def find_study(file: Path) -> tuple[Path, bool]:
     if file.exists():
         return file, False
     named = file.parent in (Path(), Path("studies")) and file.suffix in ("", ".yaml")
-    if named and file.stem in _names():
+    if named and file.stem in shipped_names():
         return _folder() / f"{file.stem}.yaml", True
-    known = f"; studies that come with the program: {', '.join(_names())}" if named else ""
+    known = f"; studies that come with the program: {', '.join(shipped_names())}" if named else ""
     raise UserError(f"study {file} does not exist; check the path{known}")
 
 
