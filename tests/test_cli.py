@@ -152,6 +152,7 @@ def test_mistakes_that_need_torch(adclr: Adclr, images: Path, place: Path) -> No
         (["pretrain", images, "--out", place / "run", *tiny, "probe.data=/nowhere"], "/nowhere does not exist"),
     ]
     before = tree(place)
+    adclr("--version")  # the first command of a test process waits for imports
     for arguments, message in cases:
         started = time.monotonic()
         done = adclr(*arguments, CUDA_VISIBLE_DEVICES="")
