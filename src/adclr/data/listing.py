@@ -39,6 +39,7 @@ MAPPED = 2**26  # bytes of an array above which it stays in the file, and its na
 BLOCK = 2**24  # bytes that are written or checked at once
 NAMES_AT_ONCE = 2**12  # when all are read one after the other
 STAT_THREADS, STATS_AT_ONCE = 16, 256  # of folders: for a network file system; a local disk is as fast with fewer
+ARCHIVE = 3000  # bytes of an archive beside what is in its arrays
 ALIGNMENT, PADDING = 64, 0xD935  # of the arrays in the file, and the kind of zip field that moves them there
 
 Fact = tuple[int, ...]  # 1 if it is a file; mtime and ctime (ns); inode; bytes (0 for a folder)
@@ -121,7 +122,7 @@ class Listing:
     def nbytes(self) -> int:
         """Return about the bytes of the file."""
         arrays = self.names.nbytes + self.keys.nbytes + self.places.nbytes + self.labels.nbytes
-        return arrays + 100 * len(self.facts)
+        return ARCHIVE + arrays + 100 * len(self.facts)
 
     def current(self) -> bool:
         """Return whether the collection is still what was indexed."""

@@ -23,6 +23,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data import collection
 from adclr.data.collection import open_source
+from adclr.data.file_stamps import MOST_WATCHED, WATCHED
 from adclr.data.sources import Source
 from adclr.system import machine, outputs
 from adclr.system.files import check_writable, write_json
@@ -362,7 +363,7 @@ def _report(
 
 def _disk(settings: Settings, cost: Cost, source: Source | None, count: int, steps: int) -> dict[str, Any]:
     """Return the GB of the files of a run; while a checkpoint is written there is one more than are kept."""
-    stamps = 24 * count  # a key, a size and a time of each image
+    stamps = 24 * (count if count <= MOST_WATCHED else WATCHED)  # a key, a size and a time of each image
     index = NAME_BYTES * count
     if source is not None:
         index, listing = 0, source.listing  # a list or a data set needs no index
