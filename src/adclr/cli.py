@@ -178,9 +178,8 @@ def _report(options: Namespace, _: dict[str, Any]) -> None:
 def _study(options: Namespace, values: dict[str, Any]) -> None:
     from adclr import study
 
-    file, out, results = Path(options.file), Path(options.out), _path(options.results)
-    limits = options.minutes, options.at_once
-    study.run_study(file, out, results, values, *limits, options.overwrite, options.launcher, options.slurm)
+    paths, where = (Path(options.file), Path(options.out), _path(options.results)), (options.launcher, options.slurm)
+    study.run_study(*paths, values, options.minutes, options.at_once, options.overwrite, *where)
 
 
 def _explore(options: Namespace, values: dict[str, Any]) -> None:
@@ -304,9 +303,8 @@ def parser() -> Parser:
     add("--results", metavar="DIR", help="where numbers, table and figure go (results/ beside FILE)")
     add("--minutes", type=positive, metavar="N", help="begin no run that would end later")
     add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (1); with slurm in all (no limit)")
-    launchers = "where runs are made: on this machine, or as an array of SLURM jobs (%(default)s)"
-    add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
-    add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
+    add("--launcher", choices=("local", "slurm"), default="local", help="here, or as jobs of SLURM (%(default)s)")
+    add("--slurm", default="", metavar="OPTIONS", help='of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
 
     add = command(
         "explore", _explore, "a page on which to ask images with boxes", "adclr.features.explorer:ExplorerSettings"
@@ -378,8 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    arguments = attach_value("--slurm", arguments)
-    arguments = [conceal(argument) for argument in arguments]  # what is written down has no credentials in URLs
+    arguments = [conceal(word) for word in attach_value("--slurm", arguments)]  # no credentials in what is written
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()
     options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])

@@ -22,12 +22,13 @@ from adclr.system import openmp
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
+from adclr.training import launch
 
 
 def run_job(job: dict[str, Any]) -> None:
     """Train and score what is missing, and write each result as soon as it is there."""
     # they import torch, which then reads the environment that `main` has set
-    from adclr.training import launch, loop
+    from adclr.training import loop
     from adclr.training.job import build
     from adclr.weights.backbone import save_backbone
 
