@@ -165,9 +165,8 @@ def _visualize(options: Namespace, values: dict[str, Any]) -> None:
         options.parser.error(f"no picture was named; there are: {', '.join(visualize.FIGURES)}")
     _require(options, "images", "weights and images are both needed; write W and then the images")
     settings = build(visualize.FIGURES[options.name][0], values)
-    visualize.write_figures(
-        options.name, options.weights, options.images, Path(options.out), settings, options.overwrite
-    )
+    where = options.weights, options.images, Path(options.out)
+    visualize.write_figures(options.name, *where, settings, options.overwrite)
 
 
 def _report(options: Namespace, _: dict[str, Any]) -> None:
@@ -304,11 +303,9 @@ def parser() -> Parser:
     add("--small", action="store_true", help="take the small variant of the study, for small data")
     add("--gpu", metavar="NAME", help="GPU of the cost: rtx4090, a100-80gb, ... (default: h200)")
     add("--out", default="runs/studies", metavar="DIR", help="directory of the runs (default: %(default)s)")
-    results = "directory of table and figure (default: results/ beside FILE; shipped studies: studies/results/)"
-    add("--results", metavar="DIR", help=results)
+    add("--results", metavar="DIR", help="directory of table and figure (default: results/ beside the study)")
     add("--minutes", type=positive, metavar="N", help="start no run that would end after N minutes")
-    at_once = "runs on each GPU at a time (default: 1); with --launcher slurm runs in all (default: no limit)"
-    add("--at-once", type=count, metavar="N", help=at_once)
+    add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (default: 1); with slurm runs in all")
     launchers = "make runs on this machine, or as an array of SLURM jobs (default: %(default)s)"
     add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
     add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
@@ -380,8 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    arguments = attach_value("--slurm", arguments)
-    arguments = [conceal(argument) for argument in arguments]  # what is written down has no credentials in URLs
+    arguments = [conceal(word) for word in attach_value("--slurm", arguments)]  # no credentials in what is written
     words = [argument for argument in arguments if WORD.match(argument)]
     top = parser()
     options = top.parse_args([argument for argument in arguments if not WORD.match(argument)])

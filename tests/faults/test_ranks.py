@@ -262,7 +262,6 @@ j.Journal.step = killed
     process = lives.start(images / "train", outs[1], ranks=2, before=before, max_restarts=3, **changes)
     code, _, errors = lives.finish(process, 300)
     assert code == 0, errors
-    assert errors.count("(exitcode: -9)") == 2
     starts = [start["from_step"] for start in read_json(outs[1] / "provenance.json")]
     assert len(starts) == 3
     assert 0 == starts[0] < starts[1] < starts[2]

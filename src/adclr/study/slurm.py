@@ -112,7 +112,7 @@ def _wait(
                 else:
                     log = workspace.log_file(cell, results)
                     state = [task.state] if task is not None and task.state != "COMPLETED" else []
-                    reason = "; ".join([*state, last_line(log), f"{log} has all"])
+                    reason = "; ".join([*state, last_line(log) or "without output", f"{log} has all"])
                     failed.append(f"{run_title(cell)} ({reason})")
                     line.say(f"{run_title(cell)}: failed")
                 del waiting[file]

@@ -18,19 +18,19 @@ from adclr.config import parsing
 from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.features import visualize
 from adclr.study import results, time_to_knn
 from adclr.study.study_file import Evaluation, Figure
 from adclr.system import machine, openmp
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
+from adclr.training import launch
 
 
 def run_job(job: dict[str, Any]) -> None:
     """Train and score what is missing, and write each result as soon as it is there."""
     # they import torch, which then reads the environment that `main` has set
-    from adclr.training import launch
+    from adclr.features import visualize
     from adclr.training.job import build
     from adclr.weights.backbone import save_backbone
 
@@ -61,7 +61,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 def _train(job: dict[str, Any], run: Run) -> None:
     """Train a run, scored on the way if the time to an accuracy is asked for."""
-    from adclr.training import launch, loop
+    from adclr.training import loop
 
     kind, overrides = DistillSettings if job["command"] == "distill" else Settings, job["overrides"] | job["probe"]
     started = machine.process_start()
