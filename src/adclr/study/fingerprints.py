@@ -103,7 +103,8 @@ def _read_beginning(file: Path, length: int) -> bytes:
 
 def _spread(count: int) -> list[int]:
     """Return up to `SAMPLE` positions spread over so many files."""
-    return np.linspace(0, count - 1, min(SAMPLE, count)).round().astype(int).tolist()
+    positions: list[int] = np.linspace(0, count - 1, min(SAMPLE, count)).round().astype(int).tolist()
+    return positions
 
 
 def _hash(contents: Iterable[bytes]) -> str:
