@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import adclr as package
+from adclr.evals import matching
 from adclr.report.metrics import describe_status
 from adclr.report.page import render_page
 from adclr.report.record import read_record
@@ -68,6 +70,38 @@ def test_health_is_measured_at_the_end_and_where_a_run_stops(
     assert any("No sign of a collapse" in statement.text for statement in describe_status(stopped))
     loop.train(launch.prepare(images / "train", parts, None, SPARSE | short))
     assert (parts / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()  # as if never stopped
+
+
+def test_a_run_for_which_nothing_was_set_says_whether_it_has_learned(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By views of its own images, which its weights and an untrained network match."""
+    short = {"train.epochs": 1, "train.report": True}
+    loop.train(launch.prepare(images / "train", tmp_path / "run", None, SPARSE | short))
+    assert "of 32 of its own images" in capsys.readouterr().out
+    scores = json.loads((tmp_path / "run" / "results.json").read_text())["own_images"]
+    expected = package.evaluate("matching", weights=tmp_path / "run", data=images / "train", device="cpu")
+    for name in ("image_matching", "patch_matching", "patch_matching_untrained"):
+        assert scores[name] == pytest.approx(expected[name], abs=1e-3)
+    page = (tmp_path / "run" / "report.html").read_text()  # also the page that was written at the end
+    assert "No clear sign that it has learned: of 32 of its own images" in page
+
+    risen = expected | {"image_matching": 90.0, "image_matching_untrained": 10.0}
+    monkeypatch.setattr(matching, "compare", lambda *_, **__: risen)
+    (tmp_path / "run" / "results.json").unlink()
+    loop.train(launch.prepare(images / "train", tmp_path / "run", None, SPARSE | short))
+    assert "(10.0 % by an untrained network) are found again in another view" in capsys.readouterr().out
+    texts = [statement.text for statement in describe_status(read_record(tmp_path / "run"))]
+    assert any(text.startswith("It has learned: of 32 of its own images 90.0 %") for text in texts)
+
+    for damaged in ({}, [], "x", {"image_matching": "9"}):  # of another version, or somebody else's
+        (tmp_path / "run" / "results.json").write_text(json.dumps({"own_images": damaged}))
+        assert not any("its own" in one.text for one in describe_status(read_record(tmp_path / "run")))
+
+    named = {"probe.held_out": str(images / "val")}
+    loop.train(launch.prepare(images / "train", tmp_path / "probed", None, SPARSE | short | named))
+    loop.train(launch.prepare(images / "train", tmp_path / "recipe", "adclr_small", SPARSE | short))
+    assert "its own images" not in capsys.readouterr().out
 
 
 def test_a_run_of_a_few_steps_has_a_word_on_its_health(tmp_path: Path) -> None:

@@ -126,6 +126,15 @@ def test_other_epochs_for_a_run_that_has_not_ended(images: Path, tmp_path: Path)
         launch.prepare(images / "train", run.path, None, {"epochs": 5})
 
 
+def test_fewer_epochs_than_a_run_has_done_are_refused_as_such(images: Path, tmp_path: Path) -> None:
+    """Not as too few for its warm-up, which nobody has asked for."""
+    run = Run(tmp_path / "run")
+    run.write_settings(parsing.build(Settings, TINY, {"data.path": str(images / "train"), "warmup_epochs": 1.0}))
+    run.append("metrics.jsonl", {"step": 1, "loss": 2.0})
+    with pytest.raises(UserError, match=r"is a run of 2 epochs, .*; leave out epochs=1, or choose another --out"):
+        launch.prepare(None, run.path, None, {"epochs": 1})
+
+
 @pytest.mark.parametrize("epochs", [-1, 0])
 def test_epochs_below_1_are_refused_by_their_own_name(images: Path, tmp_path: Path, epochs: int) -> None:
     with pytest.raises(UserError, match=rf"train\.epochs={epochs} is not possible"):

@@ -92,9 +92,16 @@ def run(settings: Settings, prefix: Path | None = None) -> dict[str, float]:  # 
     check_inputs("matching", settings, "images")
     source, device = open_source(settings.data), select_device(settings.device)
     weights = load_weights(settings.weights, settings.partial, networks=True)
+    return compare(weights, source, settings, device)
+
+
+def compare(
+    weights: Weights, source: Source, settings: Settings, device: torch.device, show: bool = True
+) -> dict[str, float]:
+    """Return the scores of weights and, as `*_untrained`, those of a new network of the same architecture."""
     weights.vit.to(device)
-    scores = score(weights, source, settings, device)
-    untrained = score(replace(weights, vit=_untrained_like(weights)), source, settings, device)
+    scores = score(weights, source, settings, device, show)
+    untrained = score(replace(weights, vit=_untrained_like(weights)), source, settings, device, show)
     return scores | {f"{name}_untrained": untrained[name] for name in SCORES}
 
 

@@ -170,7 +170,7 @@ def describe_status(record: RunRecord) -> list[Statement]:
     names = ("method.query_temperature", "method.teacher_temperature")  # the first one that is set is that of queries
     temperature = next((value for name in names if isinstance(value := record.settings.get(name), float)), None)
     statements += _describe_health(record.health_rows, record.state in ("finished", "stopped"), temperature)
-    statements += _describe_scores(record)
+    statements += _describe_scores(record) + _describe_own_images(record)
     waiting = record.overheads["waiting_for_images"]
     if record.seconds and waiting > WAITING_SHARE * record.seconds:
         text = f"{waiting / record.seconds:.0%} of the time was spent waiting for images"
@@ -222,6 +222,24 @@ def _describe_health(
     if shortcut is not None:
         statements.append(Statement(False, f"{shortcut.name.capitalize()}: {shortcut.words}."))
     return statements
+
+
+def _describe_own_images(record: RunRecord) -> list[Statement]:
+    """Return whether a run without a probe has learned, by views of its own images."""
+    scores = (record.results or {}).get("own_images")
+    names = ("image_matching", "image_matching_untrained", "patch_matching", "patch_matching_untrained", "num_images")
+    if not isinstance(scores, dict) or not all(isinstance(scores.get(name), int | float) for name in names):
+        return []
+    image, image_before, patch, patch_before, count = (float(scores[name]) for name in names)
+    learned = scores.get("has_learned") == 1
+    return [
+        Statement(
+            learned,
+            f"{'It has learned' if learned else 'No clear sign that it has learned'}: of {count:.0f} of its own images "
+            f"{image:.1f} % are found again in another view ({image_before:.1f} % by an untrained network), of their "
+            f"patches {patch:.1f} % ({patch_before:.1f} %).",
+        )
+    ]
 
 
 def _describe_scores(record: RunRecord) -> list[Statement]:

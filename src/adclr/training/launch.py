@@ -93,6 +93,9 @@ def prepare(
     else:
         overrides, reasons = adopt_init(base, overrides, stored)
     if stored is not None:
+        epochs = overrides.get("train.epochs", stored.train.epochs)
+        if isinstance(epochs, int) and epochs != stored.train.epochs:  # before it is compared with the warm-up
+            raise UserError(_describe_epochs(run, stored, epochs))
         overrides = _unscaled(base, overrides, stored) | overrides
     settings = resolve_settings(base, overrides, kind)
     if not settings.data.path:

@@ -3,12 +3,13 @@ matching of images and patches without labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.data.collection import open_source
 from adclr.data.sets.classes import LabeledImages, open_labeled
@@ -19,10 +20,11 @@ from adclr.system import distributed
 from adclr.system.runs import Run
 from adclr.training.schedules import Schedules
 from adclr.training.signals import Signals
-from adclr.weights.backbone import Weights
+from adclr.weights.backbone import Weights, load_weights
 
 # names in metrics.jsonl of scores without labels; the health measures have ranks of the same names
 HELD_OUT = {"rank_cls": "held_out_rank_cls", "rank_patches": "held_out_rank_patches", "num_images": "held_out_images"}
+NUM_OWN_IMAGES = 256  # by which a run without a probe is judged in the end
 SCORE_NAMES = ("knn_top1", "patch_matching", "incontext_miou")  # one of which every probe has
 
 
@@ -114,6 +116,44 @@ class Probe:
             return {}
         scores = incontext.score(teacher, self.images.segmented, self.dense, self.device, show=False)
         return {"incontext_miou": scores["incontext_miou"]}
+
+
+def compare_on_own_images(
+    settings: Settings, run: Run, source: Source, device: torch.device
+) -> dict[str, float] | None:
+    """Return how well a finished run without any probe matches views of its own images, and an untrained network.
+
+    So a run for which nothing was set says in the end whether it has learned; None for another, or if none of these
+    images can be read. Images that were not trained on would say more (`probe.held_out`).
+    """
+    if not settings.recipe.startswith("auto:") or settings.model.init is not None or open_images(settings) is not None:
+        return None
+    chosen = matching.Settings(
+        max_images=NUM_OWN_IMAGES,
+        batch_size=settings.probe.images_at_once,
+        num_workers=settings.data.num_workers or None,
+    )
+    try:
+        scores = matching.compare(load_weights(str(run.path)), source, chosen, device, show=False)
+    except UserError:
+        return None
+    untrained = {name: scores[f"{name}_untrained"] for name in matching.SCORES}
+    return scores | {"has_learned": float(matching.has_learned(untrained, scores))}
+
+
+def describe_own_images(scores: Mapping[str, float], finding: str | None = None) -> str:
+    """Return a sentence on these scores; `finding` is the last on the run's health."""
+    verdict = "it has learned" if scores["has_learned"] else "no clear sign that it has learned"
+    if finding is not None:
+        verdict = f"not to be trusted, for there is a {finding}"
+    images, patches = (
+        f"{scores[name]:.1f} % ({scores[f'{name}_untrained']:.1f} % by an untrained network)"
+        for name in ("image_matching", "patch_matching")
+    )
+    return (
+        f"of {scores['num_images']:.0f} of its own images {images} are found again in another view, and of their "
+        f"patches {patches}: {verdict}"
+    )
 
 
 def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
