@@ -135,7 +135,7 @@ def test_what_is_not_on_the_sheet_is_said(
     assert "24 of 26 images, spread over them;" in said["6x8"]
     draw("match", coarse, images / "train", tmp_path, num_images=3)
     assert "This sheet" not in capsys.readouterr().out
-    assert "the image that is named beside. A line joins" in said["2x3"]
+    assert "the image named beside the row. A line joins" in said["2x3"]
     names = sorted(path.relative_to(images / "train").as_posix() for path in (images / "train").rglob("*.png"))
     assert f"Left {names[0]}, right {names[-1]}." in said["1x3"]
 

@@ -120,7 +120,7 @@ def test_few_measures_can_say_that_it_collapses(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (statement,) = describe_status(read_record(tmp_path))
     assert not statement.good
-    assert statement.text.startswith("Uniform collapse, by 2 measures")
+    assert statement.text.startswith("Uniform collapse, from 2 measurements")
 
 
 def evaluated(run: Path, name: str, file: str, scores: dict[str, float], **settings: object) -> None:

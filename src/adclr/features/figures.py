@@ -229,7 +229,7 @@ def _draw_across(weights: Weights, images: Sequence[InputImage], boxes: Sequence
         _, answer = analysis.attend(weights, query_image, query_memory, crop, block)
         boxed = drawing.outline_boxes(drawing.display_image(query_image.pixels, CELL), [box])
         upper = [Tile(boxed, "query", color=drawing.mark(0))]
-        lower = [Tile(drawing.display_image(crop[0], CELL), "as it is asked")]
+        lower = [Tile(drawing.display_image(crop[0], CELL), "resized to a patch")]
         for image, memory in zip(images, memories, strict=True):
             maps, _ = analysis.attend(weights, image, memory, crop, block)
             cosines = analysis.similarity(answer, memory.tokens.patches[0].float().cpu()).numpy()
@@ -332,7 +332,7 @@ def draw_pca(weights: Weights, images: Sequence[InputImage], settings: PcaSettin
         foreground = analysis.foreground(patches, np.concatenate(cls))
     basis = analysis.fit_basis(patches[torch.from_numpy(foreground)])
     limits = _sheet_limits(len(images))
-    about = COMPONENTS + (" Dark is the ground, which was left out." if not foreground.all() else "")
+    about = COMPONENTS + (" Dark patches are background and are left out." if not foreground.all() else "")
     cells, rows, on_sheet = [], [], drawing.spread_evenly(len(images), MAX_ON_SHEET)
     for number, (image, part, mask) in enumerate(zip(images, features, np.split(foreground, ends), strict=True)):
         grid = image.grid(weights.vit)
@@ -411,6 +411,6 @@ def draw_match(weights: Weights, images: Sequence[InputImage], settings: MatchSe
             }
         )
     limits = _sheet_limits(len(others))
-    about = f"Left {first.name}, right the image that is named beside. {LINES} {limits}"
+    about = f"Left {first.name}, right the image named beside the row. {LINES} {limits}"
     sheet = drawing.compose_sheet(cells, [others[number].name for number in on_sheet], about=about)
     return Figure({"match.png": sheet}, rows, {"first": first.name}, limits)
