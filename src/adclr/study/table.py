@@ -204,7 +204,7 @@ def _describe_protocol(study: Study, results: Results, evaluations: Mapping[str,
         + (f", with {', '.join(f'{k}={v}' for k, v in outline.settings.items())}" if outline.settings else "")
         + f". Seeds: {', '.join(map(str, outline.seeds))}."
     ]
-    for arm, cell in {cell.arm: cell for cell in reversed(study.cells)}.items():
+    for arm, cell in {cell.arm: cell for cell in study.cells}.items():
         facts = [f"trained on {cell.data}"] if cell.data != outline.data else []
         if cell.source is not None:
             facts.append(f"{SOURCES[cell.source_name]} {cell.source.arm}")

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +86,10 @@ def plan_run(
             check_writable(path)
     if file is not None:
         outputs.check_overwrite("plan", [file], overwrite, remedy=outputs.REMEDY.replace("--out", "--json"))
-    settle = _settle if teacher is None else partial(_settle_distillation, teacher)
-    settings, source, reasons = settle(data, images, recipe, overrides, gpu, out)
+    if teacher is None:
+        settings, source, reasons = _settle(data, images, recipe, overrides, gpu, out)
+    else:
+        settings, source, reasons = _settle_distillation(teacher, data, images, recipe, overrides, gpu, out)
     count = len(source) if source is not None else images or 0
     if file is not None and source is not None:
         collection.check_apart(file, source, "--json", is_file=True)
