@@ -14,7 +14,7 @@ from adclr.study import table, time_to_knn, worker
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, build_job, pending_evaluations
 from adclr.study.study_file import read_study
-from adclr.study.time_to_knn import Settings, measure, seconds_until
+from adclr.study.time_to_knn import TimeSettings, measure, seconds_until
 from adclr.system.runs import Run
 from studied import KNN, study
 from tiny import TINY
@@ -49,10 +49,10 @@ def write_run(folder: Path, accuracies: list[float]) -> Run:
 def test_the_first_probe_that_reaches_it_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path, [10.0, 40.0, 30.0, 50.0])
     reached = {"minutes": 27 / 60, "epochs": 2.0, "best": 50.0, "seconds_to_first_step": 12.0}
-    assert measure(run, Settings(at_least=35)) == pytest.approx(reached)
-    assert measure(run, Settings(at_least=40))["epochs"] == 2
-    assert measure(run, Settings(at_least=40.1))["minutes"] == pytest.approx(56 / 60)
-    assert measure(run, Settings(at_least=51)) == {"best": 50.0, "seconds_to_first_step": 12.0}
+    assert measure(run, TimeSettings(at_least=35)) == pytest.approx(reached)
+    assert measure(run, TimeSettings(at_least=40))["epochs"] == 2
+    assert measure(run, TimeSettings(at_least=40.1))["minutes"] == pytest.approx(56 / 60)
+    assert measure(run, TimeSettings(at_least=51)) == {"best": 50.0, "seconds_to_first_step": 12.0}
 
 
 @pytest.mark.parametrize(
