@@ -97,7 +97,7 @@ def test_a_run_is_scored_on_the_way_and_one_without_scores_is_trained_again(tmp_
     worker.run_job(job)
     stored = [one["scores"] for one in json.loads(results.file(cell).read_text())["evaluations"].values()]
     assert stored[0]["epochs"] == 0.0  # chance is above 1 %
-    assert 0 < stored[0]["minutes"] < 1
+    assert stored[0]["minutes"] > 0  # since this process started
     assert "minutes" not in stored[1]
     assert stored[1]["seconds_to_first_step"] > 60 * stored[0]["minutes"]
     assert not (tmp_path / f"runs/{cell.key}-timed").exists()
