@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adclr.config.parsing import UserError
-from adclr.study import study_file, table
+from adclr.study import study_file, table, time_to_knn
 from adclr.study.results import Results, add_scores
 from adclr.study.study_file import read_study
 from studied import KNN, SMALL, store_results, study
@@ -180,6 +180,7 @@ def test_every_study_that_is_shipped_can_be_run(file: Path) -> None:
     assert len({cell.key for cell in parsed.cells}) == len(parsed.cells)
     scores = {"knn": {"knn_top1_k20"}, "linear": {"linear_top1"}, "finetune": {"finetune_top1"}}
     scores |= {"incontext": {"incontext_miou"}, "segmentation": {f"segmentation_{s}" for s in ("miou", "aacc", "macc")}}
+    scores |= {time_to_knn.NAME: set(time_to_knn.SCORES)}
     scores |= {
         "detection": {f"{kind}_{score}" for kind in ("box", "mask") for score in ("ap", "ap50", "ap75")},
         "matching": {"patch_matching"},

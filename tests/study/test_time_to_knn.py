@@ -14,7 +14,7 @@ from adclr.study import table, time_to_knn, worker
 from adclr.study.results import Results
 from adclr.study.runner import Workspace, build_job, pending_evaluations
 from adclr.study.study_file import read_study
-from adclr.study.time_to_knn import Settings, measure, seconds_until
+from adclr.study.time_to_knn import TimeSettings, measure, seconds_until
 from adclr.system.runs import Run
 from studied import KNN, study
 from tiny import TINY
@@ -49,10 +49,10 @@ def write_run(folder: Path, accuracies: list[float]) -> Run:
 def test_the_first_probe_that_reaches_it_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path, [10.0, 40.0, 30.0, 50.0])
     reached = {"minutes": 27 / 60, "epochs": 2.0, "best": 50.0, "seconds_to_first_step": 12.0}
-    assert measure(run, Settings(at_least=35)) == pytest.approx(reached)
-    assert measure(run, Settings(at_least=40))["epochs"] == 2
-    assert measure(run, Settings(at_least=40.1))["minutes"] == pytest.approx(56 / 60)
-    assert measure(run, Settings(at_least=51)) == {"best": 50.0, "seconds_to_first_step": 12.0}
+    assert measure(run, TimeSettings(at_least=35)) == pytest.approx(reached)
+    assert measure(run, TimeSettings(at_least=40))["epochs"] == 2
+    assert measure(run, TimeSettings(at_least=40.1))["minutes"] == pytest.approx(56 / 60)
+    assert measure(run, TimeSettings(at_least=51)) == {"best": 50.0, "seconds_to_first_step": 12.0}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_run_is_scored_on_the_way_and_one_without_scores_is_trained_again(tmp_
     worker.run_job(job)
     stored = [one["scores"] for one in json.loads(results.file(cell).read_text())["evaluations"].values()]
     assert stored[0]["epochs"] == 0.0  # chance is above 1 %
-    assert 0 < stored[0]["minutes"] < 1
+    assert stored[0]["minutes"] > 0  # since this process started
     assert "minutes" not in stored[1]
     assert stored[1]["seconds_to_first_step"] > 60 * stored[0]["minutes"]
     assert not (tmp_path / f"runs/{cell.key}-timed").exists()

@@ -90,7 +90,7 @@ class Evaluation(Section):
     def settings_class(self) -> type[Section]:
         """The `Settings` of the evaluation."""
         if self.is_time:
-            return time_to_knn.Settings
+            return time_to_knn.TimeSettings
         settings: type[Section] = evals.import_evaluation(self.name).Settings
         return settings
 
@@ -104,7 +104,7 @@ class Evaluation(Section):
     def build(self, weights: str, data: str) -> Any:
         """Return its settings for weights and data."""
         if self.is_time:
-            return parsing.build(time_to_knn.Settings, self.settings)
+            return parsing.build(time_to_knn.TimeSettings, self.settings)
         layers = evals.load_recipe(self.name, self.recipe), self.settings, {"weights": weights, "data": data}
         return parsing.build(self.settings_class, *layers)
 

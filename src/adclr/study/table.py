@@ -24,9 +24,10 @@ T_QUANTILES = (
     *(2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120),
 )
 T_QUANTILE_BEYOND = 2.1
+START_UP = "start-up s"
 COSTS = {
     "minutes": "minutes",
-    "start-up s": "seconds_to_first_step",
+    START_UP: "seconds_to_first_step",
     "GiB": "gib",
     "images/s": "images_per_second",
 }  # column: number of the training
@@ -154,8 +155,11 @@ def _describe_missing(study: Study, results: Results) -> list[str]:
 def summarize(rows: Rows, control: str | None) -> dict[str, Any]:
     """Return the numbers of the page for programs."""
     summary: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in rows}
+    has_start_up = any(row[START_UP].by_seed for row in rows.values())  # earlier results have none
     for label, row in rows.items():
         for name, sample in row.items():
+            if name == START_UP and not has_start_up:
+                continue
             summary[label][name] = {
                 "mean": sample.mean,
                 "deviation": sample.deviation,

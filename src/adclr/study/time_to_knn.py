@@ -20,7 +20,7 @@ ACCURACY = "knn_top1"  # in metrics.jsonl
 SCORES = ("minutes", "epochs", "best", "seconds_to_first_step")
 
 
-class Settings(Section):
+class TimeSettings(Section):
     """Settings of the column."""
 
     at_least: float = Field(gt=0, le=100, description="kNN accuracy in percent that is to be reached")
@@ -41,7 +41,7 @@ def is_timed(run: Run, data: str, every_epochs: int) -> bool:
     return len(scored) >= settings.train.epochs // every_epochs + 1  # one before the first step
 
 
-def measure(run: Run, settings: Settings) -> dict[str, float]:
+def measure(run: Run, settings: TimeSettings) -> dict[str, float]:
     """Return the minutes and epochs until the accuracy was reached, neither if it was not, and the best accuracy."""
     timing = list(run.rows("timing.jsonl"))
     probes = [row for row in run.rows("metrics.jsonl") if ACCURACY in row]
