@@ -24,10 +24,7 @@ from adclr.system.arguments import Parser, attach_value, count, format_rows, pos
 from adclr.system.store_urls import conceal
 from adclr.system.text import printable
 
-W = (
-    "weights: a run directory; a file (or FILE::student) or folder of DINO, iBOT, DINOv2, MAE, timm or Hugging Face; "
-    "a URL of one; or timm:NAME"
-)
+W = "weights: a run, a file (or FILE::student) or folder of DINO, DINOv2, MAE, timm, ..., a URL of one, or timm:NAME"
 PARTIAL = "accept weights that lack parts of the backbone; the missing parts are initialized at random"
 CHECK = "detect replaced images by size and modification time (time, the default) or by content"
 OVERWRITE = "replace files that this command did not write; without it, such files are an error"
