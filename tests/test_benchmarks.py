@@ -150,7 +150,7 @@ def test_the_files_of_a_step_are_counted() -> None:
     assert {"training/loop.py", "training/journal.py", "data/feed.py", "data/view_plan.py"} <= step - arithmetic
     assert {"training/step.py", "model/method.py", "model/vit.py", "model/losses.py", "model/optim.py"} <= arithmetic
     assert arithmetic <= step
-    assert len(step) <= 35, sorted(step)  # a step must not spread over more files than today
+    assert len(step) <= 36, sorted(step)  # a step must not spread over more files than today
     assert len(arithmetic) <= 13, sorted(arithmetic)
     assert "evals/incontext.py" in files["evaluate incontext"]
     assert "features/embedding.py" in files["embed"] - files["evaluate incontext"]

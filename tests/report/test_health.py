@@ -201,7 +201,7 @@ def test_the_score_without_labels(images: Path, tmp_path: Path, adclr: Adclr, ca
     )
     scored = [(row["step"], row["patch_matching"]) for row in run.rows("metrics.jsonl") if "patch_matching" in row]
     assert [step for step, _ in scored] == [0, 4, 8]
-    assert "of 16 images held out" in capsys.readouterr().out
+    assert "on 16 held-out images" in capsys.readouterr().out
     scores = package.evaluate("matching", weights=run.path, data=images / "val", device="cpu")
     assert scores["patch_matching"] == pytest.approx(scored[-1][1], abs=1e-3)
     assert scores["num_images"] == 16

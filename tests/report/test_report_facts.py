@@ -78,30 +78,30 @@ def test_a_run_for_which_nothing_was_set_says_whether_it_has_learned(
     """By views of its own images, which its weights and an untrained network match."""
     short = {"train.epochs": 1, "train.report": True}
     loop.train(launch.prepare(images / "train", tmp_path / "run", None, SPARSE | short))
-    assert "of 32 of its own images" in capsys.readouterr().out
+    assert "on 32 training images, the nearest neighbor of a view" in capsys.readouterr().out
     scores = json.loads((tmp_path / "run" / "results.json").read_text())["own_images"]
     expected = package.evaluate("matching", weights=tmp_path / "run", data=images / "train", device="cpu")
     for name in ("image_matching", "patch_matching", "patch_matching_untrained"):
         assert scores[name] == pytest.approx(expected[name], abs=1e-3)
     page = (tmp_path / "run" / "report.html").read_text()  # also the page that was written at the end
-    assert "No clear sign that it has learned: of 32 of its own images" in page
+    assert "No clear sign that it has learned: on 32 training images" in page
 
     risen = expected | {"image_matching": 90.0, "image_matching_untrained": 10.0}
     monkeypatch.setattr(matching, "compare", lambda *_, **__: risen)
     (tmp_path / "run" / "results.json").unlink()
     loop.train(launch.prepare(images / "train", tmp_path / "run", None, SPARSE | short))
-    assert "(10.0 % by an untrained network) are found again in another view" in capsys.readouterr().out
+    assert "for 90.0 % (untrained network: 10.0 %), and" in capsys.readouterr().out
     texts = [statement.text for statement in describe_status(read_record(tmp_path / "run"))]
-    assert any(text.startswith("It has learned: of 32 of its own images 90.0 %") for text in texts)
+    assert any(text.startswith("It has learned: on 32 training images, the nearest neighbor") for text in texts)
 
     for damaged in ({}, [], "x", {"image_matching": "9"}):  # of another version, or somebody else's
         (tmp_path / "run" / "results.json").write_text(json.dumps({"own_images": damaged}))
-        assert not any("its own" in one.text for one in describe_status(read_record(tmp_path / "run")))
+        assert not any("training images" in one.text for one in describe_status(read_record(tmp_path / "run")))
 
     named = {"probe.held_out": str(images / "val")}
     loop.train(launch.prepare(images / "train", tmp_path / "probed", None, SPARSE | short | named))
     loop.train(launch.prepare(images / "train", tmp_path / "recipe", "adclr_small", SPARSE | short))
-    assert "its own images" not in capsys.readouterr().out
+    assert "training images, the nearest" not in capsys.readouterr().out
 
 
 def test_a_run_of_a_few_steps_has_a_word_on_its_health(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_fingerprints_of_names_and_sizes_are_still_compared(tmp_path: Path, labs
     """Results that are in the repository have those, without a hash of contents."""
     parsed = read_study(study(tmp_path, **ONE))
     for prints in (compute_fingerprints(parsed, {"lab": labs[name]}) for name in "AB"):
-        for current in (str(prints.training), *prints.evaluations.values()):
+        for current in (*prints.training.values(), *prints.evaluations.values()):
             names, _, contents = current.partition(".")
             assert (len(names), len(contents)) == (32, 32)
             assert is_same(names, current)

@@ -11,8 +11,8 @@ import pytest
 from adclr import cli
 from adclr.config.parsing import UserError
 from adclr.study import cost, overview
+from adclr.study.jobs import Workspace, pending_pictures
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, pending_pictures
 from adclr.study.study_file import read_study
 from adclr.training import planning
 from adclr.training.plan_gpus import GPUS, find_gpu

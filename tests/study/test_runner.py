@@ -173,11 +173,12 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     limited = adclr("study", file, *options, *limit, f"photos={photos}")
     assert limited.returncode == 0, limited.stderr
     assert "1 runs were not begun, since the time was up" in limited.stdout
+    (tmp_path / "empty").mkdir()
     for words, message in (
         ([f"pictures={tmp_path}/no"], "uses no data called 'pictures'; it uses: photos"),
         ([f"photos={photos}", "epochs=3"], "uses no data called 'epochs'"),  # a setting is not passed over
         ([f"photos={tmp_path}/no"], "does not exist; check the path"),
-        ([f"photos={tmp_path}/studies"], "seed 0: "),  # a run that cannot be scored says why
+        ([f"photos={tmp_path}/empty"], "seed 0: "),  # a run that cannot be scored says why
     ):
         refused = adclr("study", file, *options, *words)
         assert refused.returncode == 2, refused.stderr

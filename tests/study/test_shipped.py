@@ -37,7 +37,7 @@ def test_a_result_that_is_there_is_not_replaced(tmp_path: Path, monkeypatch: pyt
 
 def test_names_paths_and_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "main" in shipped._names()
+    assert "main" in shipped.shipped_names()
     for name in ("main", "main.yaml", "studies/main.yaml"):
         assert shipped.find_study(Path(name)) == (SHIPPED / "main.yaml", True)
     own = tmp_path / "main.yaml"
@@ -52,8 +52,8 @@ def test_names_paths_and_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_installed_package_has_them_beside_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "FOLDERS", (tmp_path / "none",))
     with pytest.raises(UserError, match="has no studies"):
-        shipped._names()
+        shipped.shipped_names()
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies/scenes.yaml").touch()
     monkeypatch.setattr(shipped, "FOLDERS", (tmp_path / "none", tmp_path / "studies"))
-    assert shipped._names() == ["scenes"]
+    assert shipped.shipped_names() == ["scenes"]

@@ -11,8 +11,8 @@ import pytest
 from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.study import table, time_to_knn, worker
+from adclr.study.jobs import Workspace, build_job, pending_evaluations
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, build_job, pending_evaluations
 from adclr.study.study_file import read_study
 from adclr.study.time_to_knn import TimeSettings, measure, seconds_until
 from adclr.system.runs import Run

@@ -558,7 +558,10 @@ def test_the_command_from_start_to_end(images: Path, teacher: Path, tmp_path: Pa
         (["TEACHER", "--out", "run"], "no images were named"),
         (["TEACHER", "DATA", "--out", "run", "teacher=x"], "the teacher was named twice"),
         (["TEACHER", "DATA", "--out", "run", "num_queries=3"], "unknown setting 'num_queries'"),
-        (["TEACHER", "DATA", "--out", "run", "--recipe", "adclr_small"], "unknown recipe 'adclr_small'"),
+        (
+            ["TEACHER", "DATA", "--out", "run", "--recipe", "adclr_small"],
+            "adclr_small is a recipe of adclr pretrain; choose one of: distill_small",
+        ),
         (["TEACHER", "DATA", "--out", "run", "cls_weight=0", "patch_weight=0"], "are both 0"),
     ],
 )

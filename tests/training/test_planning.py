@@ -254,7 +254,7 @@ def test_a_busy_machine_does_not_change_how_many_images_are_timed(
     monkeypatch.setattr(plan_trial, "_cpu_seconds", seconds)
     monkeypatch.setattr(Step, "__call__", lambda *_: None)
     plan = planning.plan_run(str(images / "train"), recipe="adclr_vits16", overrides=TINY)
-    assert f"by steps of {expected} images of noise" in " ".join(plan["basis"].split())
+    assert f"with steps of {expected} random images" in " ".join(plan["basis"].split())
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -254,7 +254,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="do not exist"):
         export(tmp_path / "nowhere", "timm", tmp_path / "new" / "out")
     monkeypatch.setattr(room, "TOLERANCE", -1.0)
-    with pytest.raises(UserError, match=r"timm [\d.]+ gives other outputs, by .*, so nothing was written"):
+    with pytest.raises(UserError, match=r"outputs of timm [\d.]+ differ by .*, so nothing was written"):
         export(run, "timm", tmp_path / "new" / "out")
     monkeypatch.undo()
 
@@ -320,7 +320,7 @@ def test_a_run_goes_out_with_a_card_of_its_facts(adclr: Adclr, images: Path, tmp
         "| model.init | begun |",
         "| knn | odd\\udcff | knn_top1 | ",
         f"| torch | {version('torch')} |",
-        "| values | 0 to 1, minus [0.485, 0.456, 0.406], over [0.229, 0.224, 0.225] |",
+        "| values | 0 to 1, minus mean [0.485, 0.456, 0.406], divided by standard deviation [0.229, 0.224, 0.225] |",
     ):
         assert fact in card, fact
     assert "per_class" not in card

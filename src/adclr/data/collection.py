@@ -165,7 +165,13 @@ def choose_recipe(source: Source, device: str) -> Choice:
 
 
 def check_apart(out: Path, source: Source, option: str = "--out", is_file: bool = False) -> None:
-    """Refuse a folder in which the images of a collection are searched for, or one below it, or a file there."""
+    """Refuse a folder in which the images of a collection are searched for, or one below it, or a file there.
+
+    A file that is no image may lie beside a single shard or list, since nothing is searched for there; beside a table
+    it would be taken for another one.
+    """
+    if is_file and os.path.isfile(source.root) and not isinstance(source, Tables):
+        return
     if source.holds(out.parent if is_file else out):
         raise UserError(describe_inside(out, source.root, option))
 

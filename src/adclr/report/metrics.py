@@ -235,9 +235,9 @@ def _describe_own_images(record: RunRecord) -> list[Statement]:
     return [
         Statement(
             learned,
-            f"{'It has learned' if learned else 'No clear sign that it has learned'}: of {count:.0f} of its own images "
-            f"{image:.1f} % are found again in another view ({image_before:.1f} % by an untrained network), of their "
-            f"patches {patch:.1f} % ({patch_before:.1f} %).",
+            f"{'It has learned' if learned else 'No clear sign that it has learned'}: on {count:.0f} training images, "
+            f"the nearest neighbor of a view is the other view of its image for {image:.1f} % (untrained network: "
+            f"{image_before:.1f} %), and {patch:.1f} % of the patches match the same location ({patch_before:.1f} %).",
         )
     ]
 

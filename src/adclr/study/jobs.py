@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr.study.results import Results, get_score
-from adclr.study.study_file import Cell, Evaluation, Figure, Study, data_name, data_path
+from adclr.study.study_file import Cell, Evaluation, Picture, Study, data_name, data_path
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def with_sources(cells: Sequence[Cell], results: Results, workspace: Workspace) 
     return list(ordered.values())
 
 
-def pending_pictures(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Figure]:
+def pending_pictures(study: Study, cell: Cell, results: Results, workspace: Workspace) -> dict[str, Picture]:
     """Return the pictures that are not drawn yet, by name, whose images are here; without weights here, none."""
     if not (cell.untrained or workspace.has_weights(cell, results)):
         return {}

@@ -115,7 +115,7 @@ class Evaluation(Section):
         return {path: value for path, value in flat.items() if path not in free}
 
 
-class Figure(Section):
+class Picture(Section):
     """Pictures of every run: what `adclr visualize NAME` draws of some images."""
 
     name: Literal["attention", "queries", "pca", "match"]
@@ -165,7 +165,7 @@ class Outline(Section):
     images: dict[str, Count] = Field(default_factory=dict, description="training images of each data set, for the cost")
     small: str | None = Field(None, description="the study beside this one that asks the same of small data")
     evaluations: Annotated[dict[str, Evaluation], Field(min_length=1)]
-    pictures: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Figure] = Field(default_factory=dict)
+    pictures: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Picture] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.study import results, time_to_knn
-from adclr.study.study_file import Evaluation, Figure
+from adclr.study.study_file import Evaluation, Picture
 from adclr.system import machine, openmp
 from adclr.system.files import read_json
 from adclr.system.runs import Run
@@ -54,7 +54,7 @@ def run_job(job: dict[str, Any]) -> None:
             scores = evals.run_evaluation(evaluation.name, settings, evals.result_path(evaluation.name, settings))
         results.add_scores(result, evaluation, scores, time.monotonic() - started, task["fingerprint"])
     for task in job["pictures"]:
-        figure = parsing.validate_settings(Figure, task["figure"])
+        figure = parsing.validate_settings(Picture, task["figure"])
         print(f"draw {figure.name} of {task['data']}", flush=True)
         visualize.write_figures(figure.name, str(run.path), [task["data"]], Path(task["out"]), figure.build())
 

@@ -141,19 +141,24 @@ def compare_on_own_images(
     return scores | {"has_learned": float(matching.has_learned(untrained, scores))}
 
 
+def describe_matching(scores: Mapping[str, float]) -> str:
+    """Return a sentence on views of images of the collection, beside those of an untrained network."""
+    images, patches = (
+        f"{scores[name]:.1f} % (untrained network: {scores[f'{name}_untrained']:.1f} %)"
+        for name in ("image_matching", "patch_matching")
+    )
+    return (
+        f"on {scores['num_images']:.0f} training images, the nearest neighbor of a view is the other view of its image "
+        f"for {images}, and {patches} of the patches match the same location"
+    )
+
+
 def describe_own_images(scores: Mapping[str, float], finding: str | None = None) -> str:
     """Return a sentence on these scores; `finding` is the last on the run's health."""
     verdict = "it has learned" if scores["has_learned"] else "no clear sign that it has learned"
     if finding is not None:
         verdict = f"not to be trusted, for there is a {finding}"
-    images, patches = (
-        f"{scores[name]:.1f} % ({scores[f'{name}_untrained']:.1f} % by an untrained network)"
-        for name in ("image_matching", "patch_matching")
-    )
-    return (
-        f"of {scores['num_images']:.0f} of its own images {images} are found again in another view, and of their "
-        f"patches {patches}: {verdict}"
-    )
+    return f"{describe_matching(scores)}: {verdict}"
 
 
 def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
@@ -168,8 +173,9 @@ def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | N
     verdict = "it has learned" if matching.has_learned(first, last) else "no clear sign that it has learned"
     if finding is not None:
         verdict = f"not to be trusted, for there is a {finding}"
-    images, patches = (f"{last[n]:.1f} % ({first[n]:.1f} % untrained)" for n in ("image_matching", "patch_matching"))
+    images, patches = (f"{last[n]:.1f} % (untrained: {first[n]:.1f} %)" for n in ("image_matching", "patch_matching"))
     return (
-        f"of {last['num_images']:.0f} images held out {images} are found again in another view, and of their patches "
-        f"{patches}; [CLS] differs in {last['rank_cls']:.1f} directions ({first['rank_cls']:.1f}): {verdict}"
+        f"on {last['num_images']:.0f} held-out images, the nearest neighbor of a view is the other view of its image "
+        f"for {images}, and {patches} of the patches match the same location; effective rank of [CLS] "
+        f"{last['rank_cls']:.1f} (untrained: {first['rank_cls']:.1f}): {verdict}"
     )
