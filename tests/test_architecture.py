@@ -197,22 +197,26 @@ def needless_function_imports(source: Path) -> list[str]:
     known = modules(source)
     tops = {name: [i.module for i in imports(path, known) if i.at_top] for name, path in known.items()}
 
-    def loads(name: str, packages: set[str], above: frozenset[str] = frozenset()) -> bool:
-        """Return whether importing a module imports one of the packages, itself or through other modules of ours."""
-        return any(
-            target.split(".")[0] in packages
-            if target not in known
-            else target not in above and loads(target, packages, above | {name})
-            for target in tops[name]
-        )
+    @cache
+    def loaded(name: str) -> frozenset[str]:
+        """Return the packages of others that importing a module imports, itself or through other modules of ours."""
+        packages, waiting, visited = set[str](), [name], {name}
+        while waiting:
+            for target in tops[waiting.pop()]:
+                if target not in known:
+                    packages.add(target.split(".")[0])
+                elif target not in visited:
+                    visited.add(target)
+                    waiting.append(target)
+        return frozenset(packages)
 
     return [
         f"{name}:{line} imports {target} inside a function"
         for name, path in known.items()
         for target, line, _, in_function in imports(path, known)
         if in_function and target in known and name != "cli" and not target.endswith("kernels")
-        if loads(name, {"torch"}) or not loads(target, {"torch"})
-        if not loads(target, OPTIONAL)
+        if "torch" in loaded(name) or "torch" not in loaded(target)
+        if not loaded(target) & OPTIONAL
     ]
 
 

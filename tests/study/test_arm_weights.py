@@ -16,8 +16,9 @@ from adclr.config.parsing import UserError
 from adclr.data.sets import scenes
 from adclr.study import runner, table
 from adclr.study.fingerprints import compute_fingerprints
+from adclr.study.jobs import Workspace, build_job, pending_evaluations, with_sources
 from adclr.study.results import Results
-from adclr.study.runner import Workspace, build_job, run_cells, with_sources
+from adclr.study.runner import run_cells
 from adclr.study.study_file import Cell, read_study
 from adclr.study.worker import run_job
 from studied import study
@@ -101,7 +102,7 @@ def make(study_file: Path, out: Path, folders: dict[str, Path]) -> tuple[list[st
     parsed = read_study(study_file)
     results = Results(study_file.parent / "results", compute_fingerprints(parsed, folders))
     workspace, made = Workspace(out, folders, (None,)), []
-    possible = [one for one in parsed.cells if runner.pending_evaluations(parsed, one, results, workspace) is not None]
+    possible = [one for one in parsed.cells if pending_evaluations(parsed, one, results, workspace) is not None]
     for cell in with_sources(possible, results, workspace):
         run_job(build_job(parsed, cell, results, workspace))
         made.append(cell.arm)
@@ -147,7 +148,7 @@ def test_runs_wait_for_their_weights_and_fail_with_them(tmp_path: Path, monkeypa
         process = SimpleNamespace(poll=lambda: next(exit_codes, 0), returncode=1 if cell.arm == "start" else 0)
         process.terminate = process.wait = lambda *_: None
         (tmp_path / "log").write_text("out of memory\n")
-        return runner.Worker(cell, others[2], runner.Run(tmp_path), tmp_path / "log", process, 0.0)  # type: ignore[arg-type]
+        return runner.Worker(cell, others[2], tmp_path / "log", process, 0.0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "_start", start)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.0)

@@ -102,7 +102,7 @@ def test_a_plan_of_a_gpu_names_the_teacher(teacher: Path, capsys: pytest.Capture
     assert plan["measured"] is False
     out = " ".join(capsys.readouterr().out.split())
     assert f"the teacher is {teacher}: width 24" in out
-    assert "projector of 0.0 M, teacher of 0.0 M" in out
+    assert "projector of 0.0 M, teacher of 0.1 M" in out
 
 
 def test_networks_are_measured_and_not_estimated(teacher: Path, capsys: pytest.CaptureFixture[str]) -> None:

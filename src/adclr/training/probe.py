@@ -141,7 +141,7 @@ def compare_on_own_images(
     return scores | {"has_learned": float(matching.has_learned(untrained, scores))}
 
 
-def describe_matching(scores: Mapping[str, float]) -> str:
+def _describe_matching(scores: Mapping[str, float]) -> str:
     """Return a sentence on views of images of the collection, beside those of an untrained network."""
     images, patches = (
         f"{scores[name]:.1f} % (untrained network: {scores[f'{name}_untrained']:.1f} %)"
@@ -158,7 +158,7 @@ def describe_own_images(scores: Mapping[str, float], finding: str | None = None)
     verdict = "it has learned" if scores["has_learned"] else "no clear sign that it has learned"
     if finding is not None:
         verdict = f"not to be trusted, for there is a {finding}"
-    return f"{describe_matching(scores)}: {verdict}"
+    return f"{_describe_matching(scores)}: {verdict}"
 
 
 def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | None:
