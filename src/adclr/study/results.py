@@ -68,11 +68,11 @@ class Results:
         """Return the fingerprint of the images that a run is trained on, and those of its source if they are others."""
         if cell.untrained:
             return None
-        own = self.fingerprints.training.get(cell.data)
-        if cell.source is None or cell.source.untrained or cell.source.data == cell.data or own is None:
-            return own
+        images = self.fingerprints.training.get(cell.data)
+        if cell.source is None or cell.source.untrained or cell.source.data == cell.data or images is None:
+            return images
         source = self.fingerprint(cell.source)
-        return None if source is None else combine_fingerprints(own, source)
+        return None if source is None else combine_fingerprints(images, source)
 
     def _path(self, name: str) -> Path:
         return self.folder / "runs" / f"{name}.json"

@@ -217,7 +217,7 @@ def _finish(job: Job, backbone: Backbone) -> None:
         save_backbone(run.path, backbone.state_dict(), settings)
     metrics, timing = list(run.rows("metrics.jsonl")), list(run.rows("timing.jsonl"))
     unreadable = list(run.rows("quarantine.jsonl"))
-    own = compare_on_own_images(settings, run, job.feed.source, job.device)
+    own_scores = compare_on_own_images(settings, run, job.feed.source, job.device)
     speeds = [row["images_per_second"] for row in timing if "images_per_second" in row]
     write_json(
         run.path / "results.json",
@@ -234,14 +234,14 @@ def _finish(job: Job, backbone: Backbone) -> None:
             "last": next((row for row in reversed(metrics) if row.get("loss") is not None), None),
             "probes": [row for row in metrics if any(name in row for name in (*SCORE_NAMES, "drift_cosine"))],
             "unreadable_images": len(unreadable),
-            **({} if own is None else {"own_images": own}),
+            **({} if own_scores is None else {"own_images": own_scores}),
         },
     )
     finding = health.diagnose([row for row in metrics if health.is_measured(row)])
     if learned := summarize(metrics, finding and finding.name):
         print(learned)
-    if own is not None:
-        print(describe_own_images(own, finding and finding.name))
+    if own_scores is not None:
+        print(describe_own_images(own_scores, finding and finding.name))
     if unreadable:
         skipped = f"{len(unreadable)} images could not be read and were skipped"
         print(printable(f"{skipped}: {run.path}/quarantine.jsonl lists them"))
