@@ -254,3 +254,9 @@ def test_a_gpu_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_gpus() == ["0", "1", "2"]
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "4,7")
     assert list_gpus() == ["4", "7"]
+
+
+def test_a_worker_sets_the_environment_before_torch_is_imported() -> None:
+    """OpenMP reads its wait policy when torch is imported, also where SLURM starts the worker."""
+    code = "import sys, adclr.study.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -14,7 +14,6 @@ from typing import Any
 
 from adclr.config.distillation import DistillSettings
 from adclr.config.settings import Settings
-from adclr.evals import segmentation
 from adclr.study.study_file import Cell, Evaluation, Study, data_name
 from adclr.training import plan_cost, planning
 from adclr.training.plan_gpus import GPUS, Gpu
@@ -104,6 +103,8 @@ def _evaluation_seconds(evaluation: Evaluation, settings: Settings, count: int, 
     if chosen.minutes is not None:  # which small images use up, however fast the GPU is
         return 60.0 * float(chosen.minutes)
     if evaluation.name == "segmentation":
+        from adclr.evals import segmentation  # imports torch
+
         protocol = segmentation.protocol_of(chosen)
         passes = protocol.steps * protocol.batch_size
         return seconds(passes, SEGMENTATION_SECONDS[chosen.head], chosen.size, SEGMENTATION_SIDE)
