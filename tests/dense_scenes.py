@@ -124,6 +124,24 @@ def instances(folder: Path, num_train: int = 8, num_val: int = 4, size: int = 64
     return folder
 
 
+def clip(folder: Path) -> Path:
+    """One clip of four frames in DAVIS's folders: a scene that moves by two pixels a frame."""
+    scene = scenes.scene(5, 1, 64)
+    labels = np.where(scene.labels() > 0, 1, 0).astype(np.uint8)
+    for kind in ("JPEGImages", "Annotations"):
+        (folder / kind / "480p" / "clip").mkdir(parents=True)
+    for number in range(4):
+        there = np.s_[2 * number : 2 * number + 48, :48]
+        Image.fromarray(scene.image[there]).save(folder / f"JPEGImages/480p/clip/{number:05}.jpg", quality=95)
+        label = Image.fromarray(labels[there])
+        label.putpalette([0, 0, 0, 255, 0, 0])
+        label.save(folder / f"Annotations/480p/clip/{number:05}.png")
+    sets = folder / "ImageSets" / "2017"
+    sets.mkdir(parents=True)
+    (sets / "val.txt").write_text("clip\n")
+    return folder
+
+
 def run_lengths(mask: np.ndarray) -> list[int]:
     flat = np.concatenate([[0], mask.T.reshape(-1).astype(int)])
     ends = np.flatnonzero(np.diff(flat))

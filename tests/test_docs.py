@@ -31,6 +31,8 @@ TRAINED = {
     "evaluate linear": ["epochs=2"],
     "evaluate finetune": ["epochs=2"],
     "evaluate segmentation": ["steps=4", "size=32", "batch_size=2"],
+    "evaluate detection": ["steps=2", "sides=[48,48]", "longest=64", "batch_size=2"],
+    "evaluate transfer": ["linear.epochs=2", "finetune.epochs=1"],
 }
 # Phrases that a reader has to decode; DESIGN calls for the field's own.
 BANNED = re.compile(

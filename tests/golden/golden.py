@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from adclr.data.sets import scenes
 
@@ -145,21 +144,10 @@ def coco_of(folder: Path) -> Path:
 
 
 def video_of(folder: Path) -> Path:
-    """One clip of four frames in DAVIS's folders: a scene that moves by two pixels a frame."""
     if not folder.exists():
-        scene = scenes.scene(5, 1, 64)
-        labels = np.where(scene.labels() > 0, 1, 0).astype(np.uint8)
-        for kind in ("JPEGImages", "Annotations"):
-            (folder / kind / "480p" / "clip").mkdir(parents=True)
-        for number in range(4):
-            there = np.s_[2 * number : 2 * number + 48, :48]
-            Image.fromarray(scene.image[there]).save(folder / f"JPEGImages/480p/clip/{number:05}.jpg", quality=95)
-            label = Image.fromarray(labels[there])
-            label.putpalette([0, 0, 0, 255, 0, 0])
-            label.save(folder / f"Annotations/480p/clip/{number:05}.png")
-        sets = folder / "ImageSets" / "2017"
-        sets.mkdir(parents=True)
-        (sets / "val.txt").write_text("clip\n")
+        from dense_scenes import clip
+
+        clip(folder)
     return folder
 
 
