@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 NODES = ("slots1", "slots2")
 SLOTS = 2  # of each node; the machine may have fewer cores
 KILL_SECONDS = 30  # between SIGTERM and SIGKILL, SLURM's own default
@@ -68,12 +70,21 @@ PartitionName=high Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF State=UP
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={slots} RealMemory=1000 State=UNKNOWN"
 
 
+def _find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
 def missing() -> str | None:
     """Return why no cluster can be started here, None if one can."""
     for program in ("munged", "slurmctld", "slurmd", "sbatch"):
         if _find(program) is None:
             return f"{program} is not installed; apt-get install slurm-wlm munge"
     return None
+
+
+# Tests in a cluster take a minute or two: part of `make test` where SLURM is installed, else of `make test-full`, which
+# says why it skips them.
+in_cluster = pytest.mark.full if missing() else pytest.mark.timeout(900)
 
 
 class Cluster:
@@ -167,10 +178,6 @@ def _configure(folder: Path) -> str:
         nodes="\n".join(nodes),
         job=1 + secrets.randbelow(50_000),  # docs/pretrain.slurm derives its port from it
     )
-
-
-def _find(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -111,7 +111,7 @@ def wait_for_rows(cluster: slurm_cluster.Cluster, out: Path, count: int) -> None
     )
 
 
-@pytest.mark.full
+@slurm_cluster.in_cluster
 def test_a_job_that_is_preempted_in_each_way_ends_with_the_weights_of_one_that_is_not(
     images: Path, tmp_path: Path, cluster: slurm_cluster.Cluster
 ) -> None:
@@ -155,7 +155,7 @@ def preempt(cluster: slurm_cluster.Cluster) -> None:
     cluster.wait(other, "COMPLETED")
 
 
-@pytest.mark.full
+@slurm_cluster.in_cluster
 def test_a_mistake_and_a_canceled_job_are_not_queued_again(
     images: Path, tmp_path: Path, cluster: slurm_cluster.Cluster
 ) -> None:

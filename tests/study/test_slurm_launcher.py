@@ -376,7 +376,7 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
         yield running
 
 
-@pytest.mark.full
+@slurm_cluster.in_cluster
 def test_a_study_in_a_cluster_survives_its_death_and_preemption(tmp_path: Path, cluster: slurm_cluster.Cluster) -> None:
     """Two trained runs and one that is not: killed and run again, one run preempted; results as on this machine."""
     photos = tmp_path / "photos"

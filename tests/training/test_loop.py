@@ -125,6 +125,19 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
     assert torch.equal(vit.cls_token, teacher["backbone.cls_token"])  # the weights are the teacher's
 
 
+def test_a_run_in_python_is_given_wherever_weights_are(images: Path, tmp_path: Path) -> None:
+    run = pretrain(images / "train", tmp_path / "run")
+    assert os.fspath(run) == str(run) == str(tmp_path / "run")
+    by_path, by_run = package.load(tmp_path / "run"), package.load(run)
+    assert all(torch.equal(by_run.state_dict()[name], tensor) for name, tensor in by_path.state_dict().items())
+    assert package.evaluate("knn", weights=run, data=images)["num_val"] == 16
+    package.embed(run, images / "val", out=tmp_path / "features.npy")
+    package.export(run, to="safetensors", out=tmp_path / "exported")
+    assert (tmp_path / "exported" / "backbone.safetensors").exists()
+    further = pretrain(images / "train", tmp_path / "further", init=run)
+    assert further.settings().model.init == str(run)
+
+
 def test_a_finished_run_is_left_alone(images: Path, tmp_path: Path) -> None:
     run = pretrain(images / "train", tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}

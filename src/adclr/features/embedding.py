@@ -103,7 +103,7 @@ class EmbeddingSettings(Section):
 
 
 def embed(
-    weights: str | Path,
+    weights: str | os.PathLike[str],
     images: str | Path,
     out: str | Path,
     dense: bool = False,
@@ -113,7 +113,13 @@ def embed(
 ) -> dict[str, Any]:
     """Write the features of images and return a summary: `embed("runs/photos", "photos/", out="features.parquet")`."""
     return embed_collection(
-        str(weights), str(images), os.fspath(out), dense, parsing.build(EmbeddingSettings, settings), partial, overwrite
+        os.fspath(weights),
+        str(images),
+        os.fspath(out),
+        dense,
+        parsing.build(EmbeddingSettings, settings),
+        partial,
+        overwrite,
     )
 
 

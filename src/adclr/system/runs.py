@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -42,6 +43,15 @@ class Run:
         self.trouble: OSError | None = None  # why rows are held back
         self._held: dict[str, str] = {}  # rows by file that the disk would not take
         self._lock = threading.RLock()
+
+    def __fspath__(self) -> str:
+        """Return its path, so that it can be given wherever a path of weights is expected: `load(pretrain(...))`."""
+        return os.fspath(self.path)
+
+    __str__ = __fspath__
+
+    def __repr__(self) -> str:
+        return f"Run({os.fspath(self.path)!r})"
 
     def settings(self) -> Settings | None:
         """Return the settings that it was started with; None if nothing was started here."""

@@ -5,6 +5,7 @@ One step continues in `training/step.py`, and from there in `model/method.py`.
 
 from __future__ import annotations
 
+import os
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ def pretrain(
 
 
 def distill(
-    teacher: str | Path,
+    teacher: str | os.PathLike[str],
     data: str | Path | None,
     out: str | Path,
     recipe: str | Path | None = None,
@@ -71,7 +72,7 @@ def distill(
 
     `teacher` is any weights that `adclr.load` takes; the student is a ViT, or any network: `student="timm:resnet50"`.
     """
-    named = settings | {"distill.teacher": str(teacher)}
+    named = settings | {"distill.teacher": os.fspath(teacher)}
     return train(launch.prepare(data, out, recipe, named, resume, DistillSettings))
 
 

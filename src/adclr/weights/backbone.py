@@ -190,13 +190,13 @@ def write_network(
     write_atomically(folder / "backbone.safetensors", save(network_state(network), metadata={"format": "pt"}))
 
 
-def load(weights: str | Path, partial: bool = False) -> VisionTransformer:
+def load(weights: str | os.PathLike[str], partial: bool = False) -> VisionTransformer:
     """Return the backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
     return load_weights(weights, partial).vit
 
 
 def load_weights(
-    weights: str | Path,
+    weights: str | os.PathLike[str],
     partial: bool | None = False,
     input_size: int | tuple[int, int] | None = None,
     show: bool = True,
@@ -223,9 +223,9 @@ def load_weights(
     return loaded
 
 
-def _find(weights: str | Path) -> tuple[StoredWeights, bool]:
+def _find(weights: str | os.PathLike[str]) -> tuple[StoredWeights, bool]:
     """Return the tensors of a W, and whether this program wrote them."""
-    text = conceal(str(weights))
+    text = conceal(os.fspath(weights))
     if is_remote(text):
         url, _, branch = text.rpartition("::") if "::" in text else (text, "", "")
         with store_mirror.local_weights(url) as copy:

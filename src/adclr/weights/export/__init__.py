@@ -33,7 +33,7 @@ TOLERANCE = 1e-4  # of the largest output
 
 
 def export(
-    weights: str | Path,
+    weights: str | os.PathLike[str],
     to: str,
     out: str | Path,
     partial: bool = False,
@@ -66,7 +66,7 @@ def export(
         temporary.mkdir(parents=True)
         written = WRITERS[to](loaded, temporary)
         checks = check(loaded.vit, written)
-        run = card.find_run(str(weights))
+        run = card.find_run(os.fspath(weights))
         text = card.write(loaded, run, written.library, written.usage, written.notes, checks)
         (temporary / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
         # as in the card, no path of this machine
