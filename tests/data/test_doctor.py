@@ -73,7 +73,7 @@ def test_every_trouble_is_found(ward: Path, tmp_path: Path, adclr: Adclr) -> Non
     assert troubles["constant"] == ["constant.webp"]
     assert sum(report["histogram"].values()) == 26
     advice = "\n".join(report["advice"])
-    assert f"--recipe {'adclr_small' if torch.cuda.is_available() else 'adclr_cpu'}" in advice
+    assert f"--recipe {'adclr_plus_small' if torch.cuda.is_available() else 'adclr_cpu'}" in advice
     assert "13% cannot be read" in advice
     assert "1 images have more than 8 bits" in advice
     assert "1 files are copies" in advice
@@ -98,6 +98,30 @@ def test_colors_of_sixteen_bits_are_found(tmp_path: Path) -> None:
     assert report["modes"] == {"RGB;16": 2, "RGB": 2}
     assert any(line.startswith("2 images have more than 8 bits") for line in report["advice"])
     assert not any("gray" in line for line in report["advice"])
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(3, "RGB;16"), (5, "5 bands")])
+def test_a_given_white_is_that_of_mean_and_deviation_and_of_training(tmp_path: Path, channels: int, mode: str) -> None:
+    """Two images of one scene, of which only one is bright: guessed from each, their ranges would differ."""
+    import tifffile
+
+    (tmp_path / "data").mkdir()
+    images = [RNG.integers(0, top, (40, 50, channels)).astype(np.uint16) for top in (800, 10000)]
+    for number, image in enumerate(images):
+        tifffile.imwrite(
+            tmp_path / "data" / f"{number}.tif", image, photometric="rgb" if channels == 3 else "minisblack"
+        )
+    settings = doctor.DoctorSettings(num_workers=1, num_channels=channels)
+    guessed = doctor.examine_collection(str(tmp_path / "data"), tmp_path / "guessed", settings)
+    assert guessed["modes"] == {mode: 2}
+    assert any("max_value=WHITE" in line for line in guessed["advice"])
+    given = settings.model_copy(update={"max_value": 10000.0})
+    report = doctor.examine_collection(str(tmp_path / "data"), tmp_path / "given", given)
+    expected = np.mean([image.mean(axis=(0, 1)) / 10000 for image in images], axis=0)
+    assert np.abs(np.array(report["mean"]) - expected).max() < 0.003  # one level of 256, and rounding
+    assert np.abs(np.array(guessed["mean"]) - expected).min() > 0.05
+    assert any("data.max_value=10000" in line for line in report["advice"])
+    assert not any("WHITE" in line for line in report["advice"])
 
 
 def as_a_shell_splits(line: str) -> list[str]:

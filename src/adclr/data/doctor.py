@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import Field
 
 from adclr.config import auto
-from adclr.config.parsing import Count, Section, UserError
+from adclr.config.parsing import Count, Positive, Section, UserError
 from adclr.config.settings import Data
 from adclr.data import collection
 from adclr.data.collection import open_source
@@ -53,6 +53,7 @@ class DoctorSettings(Section):
 
     max_pixels: Count = Field(Data().max_pixels, description="images with more pixels are rejected before decoding")
     num_channels: Count = Field(3, description="see model.num_channels of adclr pretrain")
+    max_value: Positive | None = Field(None, description="see data.max_value of adclr pretrain")
     num_workers: Count | None = Field(None, description="threads; null: one per CPU core")
 
 
@@ -224,7 +225,7 @@ def _advice(
     advice = []
     counts = {name: len(paths) for name, paths in report["troubles"].items()}
     num_gray = sum(finding.mode in ("L", "1", "LA") or finding.mode.startswith(DEEP_MODES) for finding in good)
-    colors = _color_settings(report["mean"], report["std"], settings.num_channels)
+    colors = _color_settings(report["mean"], report["std"], settings.num_channels, settings.max_value)
     if good:
         choice = auto.choose(len(good), report["shorter_side"]["median"], memory)
         values = [f"{key}={value}" for key, value in choice.settings.items()]
@@ -250,19 +251,24 @@ def _advice(
     if counts["tiny"] > 0.1 * len(good):
         advice.append(f"{counts['tiny']} images are smaller than {TINY} pixels and will be enlarged; leave them out")
     deep = sum(finding.mode.startswith(DEEP_MODES) or finding.mode.endswith(DEEP_COLORS) for finding in good)
-    if deep:
-        advice.append(f"{deep} images have more than 8 bits; set data.max_value to what is white in them")
+    if settings.max_value is None and (deep or settings.num_channels not in (1, 3)):
+        which = f"{deep} images have more than 8 bits" if deep else "if the bands have more than 8 bits"
+        advice.append(
+            f"{which}{';' if deep else ','} give max_value=WHITE here and data.max_value=WHITE in training: without it "
+            "the range of each image is guessed from its largest value, and so are the mean and deviation above"
+        )
     if settings.num_channels == 3 and num_gray == len(good):
-        gray_settings = shell_join(_color_settings(report["mean"][:1], report["std"][:1], 1))
+        gray_settings = shell_join(_color_settings(report["mean"][:1], report["std"][:1], 1, settings.max_value))
         advice.append(f"all images are gray; {gray_settings} trains on one channel")
-    elif settings.num_channels == 3 and _unlike(report["mean"], report["std"]):
+    elif settings.num_channels == 3 and (settings.max_value is not None or _unlike(report["mean"], report["std"])):
         advice.append(f"mean and deviation differ from the defaults of the recipes; set {shell_join(colors)}")
     return advice
 
 
-def _color_settings(mean: list[float], std: list[float], num_channels: int) -> list[str]:
+def _color_settings(mean: list[float], std: list[float], num_channels: int, max_value: float | None) -> list[str]:
     """Return the settings with which a run uses the mean and deviation of the collection."""
-    words = [f"data.mean={mean}", f"data.std={std}"]
+    words = [f"data.max_value={max_value:g}"] if max_value is not None else []
+    words += [f"data.mean={mean}", f"data.std={std}"]
     return words if num_channels == 3 else [f"model.num_channels={num_channels}", *words]
 
 
@@ -344,7 +350,7 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
     data = conceal(data)
     source = open_source(data, allow_damaged=True)
     collection.check_apart(out, source)
-    decoder = Decoder(settings.max_pixels, settings.num_channels)
+    decoder = Decoder(settings.max_pixels, settings.num_channels, settings.max_value)
     workers = settings.num_workers or cpu_count()
     findings = list(track(_examine_all(source, decoder, workers), "examining", len(source)))
     report = _diagnose(str(data), source, findings, settings, machine.gpu_bytes("auto"))
