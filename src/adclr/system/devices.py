@@ -30,10 +30,7 @@ def select_device(name: str) -> torch.device:
         raise UserError("device=cuda was asked for but torch finds no GPU here; set device=cpu or install its driver")
     if name == "cpu" or not available:
         return torch.device("cpu")
-    number = distributed.local_rank()
-    if number >= torch.cuda.device_count():
-        raise UserError(f"process {number} has no GPU of its own: there are {torch.cuda.device_count()}; start fewer")
-    device = torch.device("cuda", number)
+    device = torch.device("cuda", distributed.gpu_number())
     torch.cuda.set_device(device)
     triton_available.check_launch(device)
     return device

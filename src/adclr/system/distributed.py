@@ -16,6 +16,7 @@ from adclr.config.parsing import UserError
 from adclr.system import machine
 
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process scores a probe
+SHARE_GPUS = "ADCLR_SHARE_GPUS"  # environment variable; 1: more processes than GPUs, by gloo, to try several processes
 PEER_LOST = ("by peer", "remote process")  # in errors of gloo and NCCL when another process has ended
 
 
@@ -25,7 +26,8 @@ def session(device: torch.device) -> Iterator[None]:
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    # NCCL refuses processes that share a GPU
+    dist.init_process_group("nccl" if device.type == "cuda" and machine.gpu_sharers() == 1 else "gloo", timeout=TIMEOUT)
     try:
         yield
     except RuntimeError as error:
@@ -39,12 +41,17 @@ def session(device: torch.device) -> Iterator[None]:
 
 def rank() -> int:
     """Return the number of this process, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if in_group() else 0
 
 
 def world_size() -> int:
     """Return the number of processes."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if in_group() else 1
+
+
+def in_group() -> bool:
+    """Return whether this process is in a group, as those of torchrun are if there are several."""
+    return dist.is_initialized()
 
 
 def is_main() -> bool:
@@ -53,7 +60,7 @@ def is_main() -> bool:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine, which is the number of its GPU."""
+    """Return the number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -62,22 +69,35 @@ def local_world_size() -> int:
     return machine.local_processes()
 
 
+def gpu_number() -> int:
+    """Return the number of this process's GPU."""
+    number, count = local_rank(), torch.cuda.device_count()
+    if number < count:
+        return number
+    if os.environ.get(SHARE_GPUS) != "1":
+        raise UserError(
+            f"process {number} has no GPU of its own: there are {count}; start fewer, "
+            f"or set {SHARE_GPUS}=1 to let processes share them, which is slower"
+        )
+    return number % count
+
+
 def barrier() -> None:
     """Wait until all processes are here."""
-    if dist.is_initialized():
+    if in_group():
         dist.barrier()
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all processes, in place."""
-    if world_size() > 1:
+    if in_group():
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
 
 def all_reduce_min(tensor: Tensor) -> Tensor:
     """Take the minimum of a tensor over all processes, in place."""
-    if world_size() > 1:
+    if in_group():
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return tensor
 
@@ -89,9 +109,9 @@ def local_range(count: int) -> range:
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the rows of all processes in the order of the processes; their numbers may differ."""
-    if world_size() == 1:
+    if not in_group():
         return tensor
-    device = torch.device("cuda", local_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", gpu_number()) if dist.get_backend() == "nccl" else torch.device("cpu")
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(counts, torch.tensor([len(tensor)], device=device))
     longest = max(int(count) for count in counts)
@@ -119,7 +139,7 @@ class HostGroup:
 
     def __init__(self) -> None:
         self.group = None
-        if world_size() > 1:
+        if in_group():
             group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.group = group

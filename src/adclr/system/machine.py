@@ -41,12 +41,19 @@ def host_memory() -> float:
 
 
 def available_gpu_memory(device: torch.device) -> float:
-    """Return the bytes of a GPU that this process has or can get."""
+    """Return the bytes of a GPU that this process has or can get; what is free is split among those that share it."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device.index or 0) * total
-    return min(free + torch.cuda.memory_reserved(device), limit)
+    return min(free / gpu_sharers() + torch.cuda.memory_reserved(device), limit)
+
+
+def gpu_sharers() -> int:
+    """Return how many processes of torchrun share a GPU: 1 unless there are more of them than GPUs."""
+    import torch
+
+    return max(1, math.ceil(local_processes() / max(1, torch.cuda.device_count())))
 
 
 def gpu_bytes(device: str) -> int | None:

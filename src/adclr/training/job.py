@@ -222,7 +222,7 @@ def record_start(job: Job, launched: Launch, compiled: CompileResult | None) -> 
 
 def shard(job: Job) -> Job:
     """Return the job with its weights spread over the processes, where settings ask for it and there are several."""
-    if not job.settings.train.shard or distributed.world_size() == 1:
+    if not job.settings.train.shard or not distributed.in_group():
         return job
     assert isinstance(job.method, ADCLR), "a distillation has no setting train.shard"
     sharded = Sharded(job.method, job.optimizer, job.settings, job.device)

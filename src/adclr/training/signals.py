@@ -77,7 +77,7 @@ class Signals:
         The decision after the same step is the same in every process, and no GPU is waited for: between several
         processes a few bytes travel between hosts during the next step, so the decision is that of the step before.
         """
-        if distributed.world_size() == 1:
+        if not distributed.in_group():
             return Decision(self.caught is not None, overdue)
         decision = Decision(False, False) if self._pending is None else Decision(*self._pending())
         self._pending = None

@@ -51,7 +51,7 @@ class Step:
     ) -> None:
         self.method, self.optimizer, self.accumulate = method, optimizer, accumulate
         self.device, self.dtype, self.clip_norm = device, dtype, settings.optim.clip_norm
-        one_process, self.sharded = distributed.world_size() == 1, isinstance(optimizer, ShardedAdamW)
+        one_process, self.sharded = not distributed.in_group(), isinstance(optimizer, ShardedAdamW)
         self.model = method if one_process or self.sharded else _data_parallel(method, settings)
         self.record = record and allows_cuda_graph(settings) and one_process and device.type == "cuda"
         self.record = self.record and accumulate == 1
