@@ -77,26 +77,30 @@ def test_without_leave_a_second_process_is_refused(
     assert "process 1 has no GPU of its own: there are 1; start fewer, or set ADCLR_SHARE_GPUS=1" in errors
 
 
-@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("cache", ["gpu", "off"])
 @pytest.mark.parametrize("precision", ["float32", "auto"])
 def test_two_processes_that_share_a_gpu_learn_what_one_does(
-    jpegs: Path, tmp_path: Path, precision: str, cache: str, shard: bool
+    jpegs: Path, tmp_path: Path, precision: str, cache: str
 ) -> None:
     """With kernels, and images from the cache on the GPU or by nvJPEG in each process. Steps of several processes are
     not recorded as CUDA graphs."""
     changes = {"train.precision": precision, "data.cache": cache}
     whole = run(jpegs, tmp_path / "one", **changes)
-    halves = run(jpegs, tmp_path / "two", ranks=2, **changes, **{"train.shard": shard})
+    halves = run(jpegs, tmp_path / "two", ranks=2, **changes)
     assert [read_json(one.path / "provenance.json")[0]["processes"] for one in (whole, halves)] == [1, 2]
     steps = difference(whole, halves)
-    print(f"{precision} cache={cache} shard={shard}: first {steps[0]:.1e}, largest of {len(steps)} {steps.max():.1e}")
+    print(f"{precision} cache={cache}: first {steps[0]:.1e}, largest of {len(steps)} {steps.max():.1e}")
     assert steps[0] < 1e-4
     assert steps.max() < (1e-4 if precision == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_run_resumes_with_another_number_of_processes(jpegs: Path, tmp_path: Path, shard: bool) -> None:
+def test_weights_are_not_sharded_over_processes_that_share_a_gpu(jpegs: Path, tmp_path: Path) -> None:
+    code, _, errors = lives.finish(start(jpegs, tmp_path / "run", ranks=2, **{"train.shard": True}), 120)
+    assert code != 0
+    assert "train.shard=true needs a GPU for each process; leave it out where processes share one" in errors
+
+
+def test_a_run_resumes_with_another_number_of_processes(jpegs: Path, tmp_path: Path) -> None:
     """1, then 2, then 1 process, ended by SIGUSR1 after steps 4 and 8: the losses of an uninterrupted run."""
     whole, out = run(jpegs, tmp_path / "whole", **FLOAT32), tmp_path / "run"
     before = """
@@ -108,10 +112,9 @@ def signalled(self, done, *rest):
 j.Journal.step = signalled
 """
     for ranks, last in ((1, 4), (2, 8), (1, 12)):
-        changes = FLOAT32 | {"train.shard": shard and ranks > 1}
         # several processes stop a step after the signal
         signalled = before.format(last=last - (ranks > 1)) if last < 12 else ""
-        code, _, errors = lives.finish(start(jpegs, out, ranks, signalled, **changes), 300)
+        code, _, errors = lives.finish(start(jpegs, out, ranks, signalled, **FLOAT32), 300)
         assert (code == 0) == (last == 12), errors
         assert lives.newest(out) == last
     starts = read_json(out / "provenance.json")

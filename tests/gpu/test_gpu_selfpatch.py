@@ -101,6 +101,10 @@ def test_the_fast_way_has_the_gradients_of_float64() -> None:
     assert losses == pytest.approx(exact_losses, rel=1e-2)
     assert gradients.keys() == exact_gradients.keys()
     for name, expected in exact_gradients.items():
+        if name.endswith("attn.k.bias"):  # adds the same number to all logits of a softmax: its gradient is 0
+            scale = exact_gradients[name.replace("k.bias", "v.bias")].norm()
+            assert max(expected.norm(), gradients[name].norm()) < 0.01 * scale, name
+            continue
         cosine = torch.nn.functional.cosine_similarity(gradients[name].flatten(), expected.flatten(), dim=0)
         assert cosine > (0.99 if name.startswith("patch_head") else 0.999), (name, cosine.item())
 

@@ -225,6 +225,9 @@ def shard(job: Job) -> Job:
     if not job.settings.train.shard or not distributed.in_group():
         return job
     assert isinstance(job.method, ADCLR), "a distillation has no setting train.shard"
+    if job.device.type == "cuda" and machine.gpu_sharers() > 1:
+        # torch 2.11: gloo's all_gather_into_tensor of CUDA tensors ends in a segmentation fault
+        raise UserError("train.shard=true needs a GPU for each process; leave it out where processes share one")
     sharded = Sharded(job.method, job.optimizer, job.settings, job.device)
     return replace(job, sharded=sharded, optimizer=sharded.optimizer)
 
