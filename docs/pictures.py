@@ -112,7 +112,7 @@ def main() -> None:
         return
     adclr("demo", "--out", DEMO)
     collapse = ("teacher_temperature=1", "teacher_temperature_start=1", f"probe.data={DEMO / 'scenes'}")
-    adclr("pretrain", DEMO / "scenes/train", "--out", COLLAPSED, "--recipe", "demo", *collapse)
+    adclr("pretrain", DEMO / "scenes/train", "--out", COLLAPSED, "--recipe", "demo_adclr", *collapse)
     draw()
     chromium = shutil.which("chromium")
     if chromium:

@@ -22,7 +22,7 @@ from adclr.system.runs import Run
 EVERY = 20  # steps between looks
 # as small as learns something of the scenes in 200 steps
 SMALL: dict[str, Any] = {
-    "recipe": "demo",
+    "recipe": "demo_adclr",
     "dim": 48,
     "depth": 3,
     "patch_size": 4,
