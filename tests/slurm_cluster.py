@@ -118,6 +118,8 @@ class Cluster:
     def start_again(self, job: str) -> None:
         """Wait until a job was queued again and runs; SLURM lets it wait for two minutes, which this spares."""
         self.wait(job, "PENDING")
+        # slurmd counts in seconds: a job that starts in the second in which it was killed is taken for the killed one
+        time.sleep(2)
         deadline = time.monotonic() + 60
         while self.state(job) == "PENDING":
             assert time.monotonic() < deadline, self.logs()
