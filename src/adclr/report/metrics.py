@@ -112,7 +112,7 @@ REMEDIES = {
     "deviation_patches": COLLAPSE,
     "deviation_queries": COLLAPSE,
     "query_image_gap": "If near 0 with query_temperature below 0.08: take an adclr_plus recipe.",
-    "query_loss_of_log_k": "If below 0.2, and as low in another image: take an adclr_plus recipe.",
+    "query_loss_of_log_k": "If below 0.2, and as low in another image: take an adclr_plus recipe. There it rises to 1.",
     "queries_in_cls": "Above 0.5: set model.query_keys=image.",
     "teacher_student_distance": NO_REMEDY,
 }
