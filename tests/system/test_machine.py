@@ -28,3 +28,11 @@ def test_where_the_system_does_not_say_it_the_first_import_counts(
     assert machine.process_start() == machine.STARTED
     (tmp_path / "none").write_text("1 (a name) with spaces) S")
     assert machine.process_start() == machine.STARTED
+
+
+def test_a_shell_that_became_this_process_does_not_count() -> None:
+    program = "from adclr.system import machine; machine.LONGEST_START = 0.5; "
+    program += "import time; print(time.monotonic() - machine.process_start())"
+    command = ["bash", "-c", 'sleep 1; exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5

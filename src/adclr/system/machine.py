@@ -18,14 +18,19 @@ GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/stat")
 STARTED = time.monotonic()  # about when this process started, where the system does not say
+LONGEST_START = 30.0  # seconds from the start of a process to the line above, on a slow disk too
 
 
 def process_start() -> float:
-    """Return when this process started, on the clock of `time.monotonic`."""
+    """Return when this command started, on the clock of `time.monotonic`.
+
+    A shell whose last command this is may have become this process: then the system's answer is the shell's start.
+    """
     with suppress(OSError, ValueError, IndexError, AttributeError):  # Linux; elsewhere the first import counts
         ticks = int(PROCESS.read_text().rpartition(")")[2].split()[19])  # since the machine was started
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.monotonic() - max(0.0, age)
+        start = time.monotonic() - max(0.0, age)
+        return start if STARTED - start < LONGEST_START else STARTED
     return STARTED
 
 
