@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and looking.md from the built-in scenes: `make pictures`, ten minutes on 2 cores.
+"""Draws the pictures of README.md and looking.md from the built-in scenes: `make pictures`, 15 minutes on 2 cores.
 
 The commands are those a user would type; what is drawn goes to docs/pictures. The page and the explorer are
 photographed by Chromium where there is one. The pictures of photographs need weights and scikit-image, whose samples
@@ -22,6 +22,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent  # all other paths are below it, so that no picture shows where that is
 OUT, RUNS = Path("docs/pictures"), Path("runs")
 DEMO, DRAWN, COLLAPSED = RUNS / "demo", RUNS / "pictures", RUNS / "collapsed"
+PUBLISHED, READ_ONLY = RUNS / "published", RUNS / "read_only"  # published queries, and read-only ones
 VAL = DEMO / "scenes/val"
 SCENES = [VAL / name for name in ("bar/02007.png", "disc/02420.png", "ring/02024.png", "triangle/02489.png")]
 CLASSES = [VAL / name for name in ("disc/02006.png", "disc/02017.png", "flower/02013.png", "flower/02016.png")]
@@ -47,6 +48,9 @@ def draw() -> None:
     keep(DRAWN / "attention.png", "attention")
     adclr("visualize", "queries", run, *CLASSES, "--out", DRAWN, "size=128", "box=[0.35,0.35,0.6,0.6]")
     keep(DRAWN / "queries_across.png", "queries_across")
+    compared = ("--out", DRAWN / "against", "size=128", "box=[0.35,0.35,0.6,0.6]", f"against={READ_ONLY}")
+    adclr("visualize", "queries", PUBLISHED, *CLASSES, *compared)
+    keep(DRAWN / "against/queries_against.png", "queries_against")
     adclr("visualize", "pca", run, *VARIED, "--out", DRAWN, "size=128")
     keep(DRAWN / "pca.png", "pca")
     adclr("visualize", "pca", run, *VARIED, "--out", DRAWN / "things", "size=128", "background=remove")
@@ -113,6 +117,14 @@ def main() -> None:
     adclr("demo", "--out", DEMO)
     collapse = ("teacher_temperature=1", "teacher_temperature_start=1", f"probe.data={DEMO / 'scenes'}")
     adclr("pretrain", DEMO / "scenes/train", "--out", COLLAPSED, "--recipe", "demo_adclr", *collapse)
+    read_only = (
+        "model.query_read_only_blocks=1",
+        "model.query_keys=patches",
+        "query_temperature=0.1",
+        "query_weight=0.5",
+    )
+    for out, changes in ((PUBLISHED, ()), (READ_ONLY, read_only)):
+        adclr("pretrain", DEMO / "scenes/train", "--out", out, "--recipe", "demo_adclr", *changes)
     draw()
     chromium = shutil.which("chromium")
     if chromium:
