@@ -85,8 +85,9 @@ def blocks(dim: int, dtype: torch.dtype) -> None:
     x, branch = (torch.zeros(64, dim, dtype=dtype, requires_grad=True) for _ in range(2))
     weight, bias = torch.ones(dim, requires_grad=True), torch.zeros(dim, requires_grad=True)
     for added, factor in ((branch, torch.ones(64)), (branch, None), (None, None)):
-        total, y = norm.fused(x, added, factor, weight, bias, 1e-6)
-        (total.sum() + y.sum()).backward()
+        for tokens in (x, x.float().detach().requires_grad_()):  # float32: train.residual_precision
+            total, y = norm.fused(tokens, added, factor, weight, bias, 1e-6, dtype)
+            (total.sum() + y.sum()).backward()
     shapes = ((4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,))
     mlp.fused(x, *(torch.zeros(*shape, requires_grad=True) for shape in shapes)).sum().backward()
 

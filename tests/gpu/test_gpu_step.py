@@ -301,6 +301,7 @@ QUERIES = {
     "anchored and random, masked": {"query_source": "local", "num_queries": 7, "masked_weight": 1.0},
     "DINOv3": DINOV3,
     "anchor": {"anchor_weight": 1.0, "init": "weights.pth"},
+    "float32 residual": {"query_source": "local", "residual_precision": "float32", "masked_weight": 1.0},
     "DINOv3, masked, keys of the image": DINOV3 | {"query_keys": "patches", "masked_weight": 1.0},
 }
 

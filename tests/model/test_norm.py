@@ -122,6 +122,33 @@ def test_a_branch_of_another_type_has_a_gradient_of_it() -> None:
         check((x.half(), branch, factor, weight, bias), 3e-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run", [norm.fused, dispatch.add_norm_plain], ids=["kernels", "plain"])
+def test_a_sum_in_float32_and_its_norm_in_half_precision(run: Any, form: str) -> None:
+    """`train.residual_precision=float32`: the sum is exact to float32, and so is the gradient passing through it."""
+    x, branch, factor, weight, bias = given(form)
+    half = None if branch is None else branch.bfloat16()
+    leaves = [None if leaf is None else leaf.requires_grad_() for leaf in (x, half, weight, bias)]
+    total, y = run(x, half, factor, weight, bias, EPS, torch.bfloat16)
+    assert (total.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+    exact = double((x.detach(), half, factor, weight.detach(), bias.detach()))
+    ones = [None if leaf is None else leaf.detach().requires_grad_() for leaf in (exact[0], exact[1], *exact[3:])]
+    true_total, true_y = formula(ones[0], ones[1], exact[2], ones[2], ones[3], EPS)  # type: ignore[arg-type]
+    torch.testing.assert_close(total.double(), true_total, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y.double(), true_y, rtol=1e-2, atol=1e-2)
+    dtotal = 1 + torch.arange(total.numel(), device=DEVICE).view(total.shape) * 2**-12  # bfloat16 would round it
+    torch.autograd.backward([total, y], [dtotal, torch.ones_like(y)])
+    torch.autograd.backward([true_total, true_y], [dtotal.double(), torch.ones_like(true_y)])
+    for leaf, one in zip(leaves, ones, strict=True):
+        if leaf is not None and one is not None:
+            assert leaf.grad is not None
+            assert one.grad is not None
+            assert leaf.grad.dtype == leaf.dtype
+            tolerance = 1e-2 if leaf.dtype == torch.bfloat16 else 1e-5
+            scale = float(one.grad.abs().max())
+            torch.testing.assert_close(leaf.grad.double() / scale, one.grad / scale, rtol=tolerance, atol=tolerance)
+
+
 def test_tables_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for dim in (384, 768, 1024, 1280, 4096):
@@ -151,7 +178,7 @@ def test_all_of_every_result_is_written(form: str, monkeypatch: pytest.MonkeyPat
     for rows in (2, 53):  # fewer tiles than programs, and more
         x, branch, factor, weight, bias = given(form, rows)
         scale = None if factor is None else factor.flatten()
-        total, y, mean, rstd = norm.forward(x, branch, scale, weight, bias, EPS, keep=True)
+        total, y, mean, rstd = norm.forward(x, branch, scale, weight, bias, EPS, keep=True, dtype=x.dtype)
         assert mean.shape == rstd.shape == (rows,)
         apart = x.dtype if form == "scaled" else None
         seen = x if branch is None else total
@@ -230,10 +257,10 @@ def test_the_operations_are_well_behaved(form: str) -> None:
     for dtype in (torch.float32, torch.float16):
         x, branch, factor, weight, bias = given(form, 11, 16, dtype)
         scale = None if factor is None else factor.flatten()
-        torch.library.opcheck(norm._add_norm, (x, branch, scale, weight, bias, EPS, False))
+        torch.library.opcheck(norm._add_norm, (x, branch, scale, weight, bias, EPS, False, x.dtype))
         leaves = [None if leaf is None else leaf.requires_grad_() for leaf in (x, branch, weight, bias)]
-        torch.library.opcheck(norm._add_norm, (leaves[0], leaves[1], scale, *leaves[2:], EPS, True))
-        total, y, mean, rstd = norm.forward(x.detach(), branch, scale, weight, bias, EPS, keep=True)
+        torch.library.opcheck(norm._add_norm, (leaves[0], leaves[1], scale, *leaves[2:], EPS, True, x.dtype))
+        total, y, mean, rstd = norm.forward(x.detach(), branch, scale, weight, bias, EPS, keep=True, dtype=x.dtype)
         seen = x.detach() if branch is None else total
         for dtotal in (None, torch.ones_like(y)):
             apart = dtype if form == "scaled" else None
@@ -277,7 +304,7 @@ def test_compiled_whole(how: str, scaled: bool, monkeypatch: pytest.MonkeyPatch)
     torch.compiler.reset()
     calls = []
     forward = norm.forward
-    monkeypatch.setattr(norm, "forward", lambda *inputs: (calls.append(inputs[-1]), forward(*inputs))[1])
+    monkeypatch.setattr(norm, "forward", lambda *inputs: (calls.append(inputs[-2]), forward(*inputs))[1])
     layers = Layers(how).to(DEVICE)
     low = torch.float16 if "autocast" in how else torch.float32
     x, factor = torch.randn(21, 32, device=DEVICE).to(low), torch.rand(21, 1, device=DEVICE) if scaled else None
@@ -332,9 +359,9 @@ def test_a_teacher_keeps_nothing() -> None:
     with torch.no_grad():
         total, y = norm.fused(x.requires_grad_(), branch, factor, weight, bias, EPS)
     assert not total.requires_grad
-    for actual in norm._outputs(x, True, False)[2:]:
+    for actual in norm._outputs(x, True, False, x.dtype)[2:]:
         assert actual.numel() == 0
-    total, y, mean, rstd = norm._add_norm(x, branch, None, weight, bias, EPS, False)
+    total, y, mean, rstd = norm._add_norm(x, branch, None, weight, bias, EPS, False, x.dtype)
     assert mean.numel() == rstd.numel() == 0
     with pytest.raises(RuntimeError, match="without keeping"):
         y.sum().backward()

@@ -274,6 +274,9 @@ class Train(Section):
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 autocast on a GPU that has it, else float32"
     )
+    residual_precision: Literal["auto", "float32"] = advanced(
+        "auto", "precision of the sums of blocks; auto: that of precision, which stores half as many bytes"
+    )
     compile: Literal["auto", "on", "off"] = runtime(
         "auto", "compile the blocks of the ViT, in under a minute; auto: on GPUs, except short runs on one GPU"
     )

@@ -129,10 +129,10 @@ def partition_windows(
     return order.to(device), tuple(groups)
 
 
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return the tokens in the type of autocast, if it is on, so that blocks move and store half as many bytes."""
+def operation_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which operations on x run: that of autocast if it is on."""
     device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 # -- modules --
@@ -356,7 +356,7 @@ class Block(nn.Module):
 
 
 def _add_norm(x: Tensor, branch: Tensor, factor: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    return add_norm(x, branch, factor, norm.weight, norm.bias, norm.eps)
+    return add_norm(x, branch, factor, norm.weight, norm.bias, norm.eps, operation_dtype(x))
 
 
 # -- ways to run a block in training --

@@ -24,12 +24,12 @@ from adclr.model.blocks import (
     RunBlock,
     clear_queries,
     groups_without_patches,
+    operation_dtype,
     partition_windows,
     run_block,
     run_checkpointed,
     run_selectively_checkpointed,
     split_groups,
-    to_autocast_dtype,
 )
 from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
 from adclr.model.drop_path import draw_drop_path, drop_path_of_tokens
@@ -113,6 +113,7 @@ class VisionTransformer(nn.Module):
         )
         self.drop_path = drop_path  # rate of the last block; linear from 0 in the first
         self.run_block: RunBlock = run_block  # for `forward_many`
+        self.float32_residual = False  # under autocast; else tokens have its type, and blocks store half as many bytes
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.initialize()
 
@@ -214,7 +215,7 @@ class VisionTransformer(nn.Module):
         embedded = [self._embed_sequences(item.images, item.queries, item.mask) for item in inputs]
         groups = tuple(group for _, group in embedded)
         keep_patches = tuple(item.patches for item in inputs)
-        x = to_autocast_dtype(torch.cat([x for x, _ in embedded]))
+        x = self._to_residual(torch.cat([x for x, _ in embedded]))
         if drop_path is None and self.training:
             sequences = sum(group.sequences for group in groups)
             drop_path = draw_drop_path(self.drop_path, self.depth, sequences, x.device)
@@ -260,7 +261,11 @@ class VisionTransformer(nn.Module):
     def first_norm(self, x: Tensor) -> Tensor:
         """Return the `norm1` of the first block, M×D."""
         first = cast(Block, self.blocks[0]).norm1
-        return norm(x, first.weight, first.bias, first.eps)
+        return norm(x, first.weight, first.bias, first.eps, operation_dtype(x))
+
+    def _to_residual(self, x: Tensor) -> Tensor:
+        """Return embedded tokens in the type to which blocks add."""
+        return x if self.float32_residual else x.to(operation_dtype(x))
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile the blocks for `forward_many`: for each shape one graph for all but the last block."""
@@ -292,7 +297,7 @@ class VisionTransformer(nn.Module):
         indices = [layer % self.depth for layer in indices]
         run = self.run_block if self.training else run_block
         x, group = self._embed_sequences(images, None, None)
-        x = to_autocast_dtype(x)
+        x = self._to_residual(x)
         normed = self.first_norm(x)
         factors = drop_path_of_tokens(drop_path, self.depth, (group,))
         turned = self._rotation([images], (group,))
@@ -319,7 +324,7 @@ class VisionTransformer(nn.Module):
         run = self.run_block if self.training else run_block
         order, windows = partition_windows(grid, side, batch, images.device)
         inverse, count = order.argsort(), grid[0] * grid[1]
-        x = to_autocast_dtype(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
+        x = self._to_residual(self.embed(images)[:, self.num_prefix :].flatten(0, 1))
         normed = self.first_norm(x)
         whole = (Group(batch, count, count),)
         factors = drop_path_of_tokens(drop_path, self.depth, whole)

@@ -109,8 +109,10 @@ def assemble(settings: DistillSettings, teacher: VisionTransformer) -> Distillat
     backbone = _build_student(settings)
     patch_dim = backbone.map_dim if isinstance(backbone, FeatureNetwork) else backbone.dim
     head = Projector(backbone.dim, patch_dim, teacher.dim, distill.projector_hidden_dim)
-    if settings.train.checkpoint_activations and not isinstance(backbone, FeatureNetwork):
-        backbone.checkpoint_blocks()
+    if isinstance(backbone, VisionTransformer):
+        backbone.float32_residual = settings.train.residual_precision == "float32"
+        if settings.train.checkpoint_activations:
+            backbone.checkpoint_blocks()
     return Distillation(
         Student(backbone, head),
         Teacher(teacher),

@@ -75,6 +75,8 @@ def build(settings: Settings) -> ADCLR:
     )
     if settings.train.checkpoint_activations:
         model.student.backbone.checkpoint_blocks()
+    for backbone in (model.student.backbone, model.teacher.backbone):
+        backbone.float32_residual = settings.train.residual_precision == "float32"
     return model
 
 

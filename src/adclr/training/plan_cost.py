@@ -18,6 +18,7 @@ from adclr.system.progress import format_duration
 # took 90 MB for each image more on an H200, of which 2.3 are the views.
 ACTIVATION_BYTES = 24
 GATED_BYTES = 24  # more, of a gated MLP that is not compiled: four numbers for each hidden one; computed, not measured
+RESIDUAL_BYTES = 4  # more, of two sums in float32 instead of bfloat16
 INPUT_BYTES = 4  # of these, the input tokens of a block and their norm: all that activation checkpointing stores
 # Logits are computed in chunks, whatever the batch: `head_loss.CHUNK_BYTES`, and the gradient of the prototypes.
 LOGIT_BYTES = 2**29
@@ -273,9 +274,12 @@ def stored_bytes(settings: Settings) -> int:
     """Return the bytes that the blocks of a ViT store for backward, for each unit of width and token."""
     depth = settings.model.shape[1]
     block = ACTIVATION_BYTES + (GATED_BYTES if settings.model.mlp == "gated" else 0)
+    inputs, wide = INPUT_BYTES, settings.train.residual_precision == "float32"
+    if wide:
+        block, inputs = block + RESIDUAL_BYTES, inputs + RESIDUAL_BYTES // 2
     stored = block * depth
     if settings.train.checkpoint_activations:  # inputs of all blocks, and all of one
-        stored = INPUT_BYTES * depth + block
+        stored = inputs * depth + block
     return stored + CLASS_ATTENTION_BYTES * settings.model.class_attention
 
 

@@ -59,27 +59,40 @@ def mlp_plain(y: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tens
 
 
 def add_norm(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    branch: Tensor | None,
+    factor: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x + branch · factor, its LayerNorm), M×D and of the type of x.
+    """Return (x + branch · factor, its LayerNorm), M×D. The sum has the type of x, and so has the norm without `dtype`.
 
     `factor`, M or M×1, has no gradient. Without it the sum is x + branch, and without a branch x.
     """
-    run = norm_operation.fused if x.is_cuda and norm_operation.fits(x) else add_norm_plain
-    return run(x, branch, factor, weight, bias, eps)
+    run = norm_operation.fused if x.is_cuda and norm_operation.fits(x, dtype) else add_norm_plain
+    return run(x, branch, factor, weight, bias, eps, dtype)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return the LayerNorm of x, M×D."""
-    return add_norm(x, None, None, weight, bias, eps)[1]
+    return add_norm(x, None, None, weight, bias, eps, dtype)[1]
 
 
 def add_norm_plain(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    branch: Tensor | None,
+    factor: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run PyTorch's LayerNorm in float32, on the sum rounded to the type of x."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     if branch is not None:
-        addend = branch.to(dtype) if factor is None else branch.to(dtype) * factor.detach().reshape(-1, 1)
-        x = (x.to(dtype) + addend).to(x.dtype)
-    return x, F.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
+        addend = branch.to(wide) if factor is None else branch.to(wide) * factor.detach().reshape(-1, 1)
+        x = (x.to(wide) + addend).to(x.dtype)
+    normed = F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps)
+    return x, normed.to(x.dtype if dtype is None else dtype)

@@ -17,12 +17,13 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 4096
 
 
-def fits(x: Tensor) -> bool:
-    """Return whether the kernels support this tensor on this device."""
+def fits(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether the kernels support this tensor on this device, with a norm of `dtype`; None: that of x."""
     return (
         triton_available.possible
         and x.device.type == "cuda"
-        and x.dtype in DTYPES
+        and (x.dtype if dtype is None else dtype) in DTYPES
+        and x.dtype in (*DTYPES, torch.float32)
         and len(x.shape) == 2
         and x.shape[1] <= MAX_WIDTH
         and x.shape[1] % 16 == 0
@@ -30,7 +31,13 @@ def fits(x: Tensor) -> bool:
 
 
 def fused(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    branch: Tensor | None,
+    factor: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernels, without a check of `fits`."""
     rows, dim = x.shape
@@ -41,7 +48,7 @@ def fused(
     tensors = [tensor for tensor in (x, branch, weight, bias) if tensor is not None]
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)  # not for the teacher
     scale = None if branch is None or factor is None else factor.detach().reshape(-1)
-    total, y, _, _ = _add_norm(x, branch, scale, weight, bias, eps, keep)
+    total, y, _, _ = _add_norm(x, branch, scale, weight, bias, eps, keep, x.dtype if dtype is None else dtype)
     return (x if branch is None else total), y
 
 
@@ -50,19 +57,26 @@ def fused(
 
 @torch.library.custom_op("adclr::add_norm", mutates_args=())
 def _add_norm(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keep: bool
+    x: Tensor,
+    branch: Tensor | None,
+    factor: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (the sum, its norm, mean and 1/deviation of each row).
+    """Return (the sum, of the type of x, its norm, of `dtype`, mean and 1/deviation of each row).
 
     The sum is empty without a branch; mean and deviation are empty without `keep`.
     """
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        return forward(x, branch, factor, weight, bias, eps, keep)
+        return forward(x, branch, factor, weight, bias, eps, keep, dtype)
 
 
 @_add_norm.register_fake
 def _(x: Tensor, branch: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(x, branch is not None, others[-1])
+    return _outputs(x, branch is not None, *others[-2:])
 
 
 @torch.library.custom_op("adclr::add_norm_backward", mutates_args=())
@@ -90,7 +104,7 @@ def _(_: Tensor, __: Tensor | None, total: Tensor, *others: Any) -> tuple[Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, branch, factor, weight, bias, _, ctx.keep = inputs
+    x, branch, factor, weight, bias, _, ctx.keep, _ = inputs
     total, _, mean, rstd = output
     ctx.branch = None if branch is None else branch.dtype
     ctx.types = weight.dtype, bias.dtype
@@ -100,23 +114,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd_backward(
     ctx: Any, dtotal: Tensor | None, dy: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, Tensor | None, Tensor | None, None, None]:
+) -> tuple[Tensor | None, Tensor | None, None, Tensor | None, Tensor | None, None, None, None]:
     if ctx.branch is None:
         dtotal = None  # the sum is empty
     if dy is None and dtotal is None:
-        return None, None, None, None, None, None, None
+        return None, None, None, None, None, None, None, None
     if not ctx.keep:
         raise RuntimeError("the norm was computed without keeping what its gradient needs")
     total, mean, rstd, weight, factor = ctx.saved_tensors
     if dy is None:
         assert dtotal is not None
         dbranch = dtotal if factor is None else dtotal * factor[:, None]
-        return dtotal, dbranch.to(ctx.branch), None, None, None, None, None
+        return dtotal, dbranch.to(ctx.branch), None, None, None, None, None, None
     # x and the branch have the same gradient without factor, and share it if they have the same type
     branch_dtype = None if factor is None and ctx.branch in (None, total.dtype) else ctx.branch
     dx, dbranch, sums = _add_norm_backward(dy, dtotal, total, mean, rstd, weight, factor, branch_dtype)
     dweight, dbias = (part.to(dtype) for part, dtype in zip(sums.unbind(), ctx.types, strict=True))
-    return dx, None if ctx.branch is None else dx if branch_dtype is None else dbranch, None, dweight, dbias, None, None
+    if ctx.branch is not None and branch_dtype is None:
+        dbranch = dx
+    return dx, None if ctx.branch is None else dbranch, None, dweight, dbias, None, None, None
 
 
 _add_norm.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -171,10 +187,10 @@ def _constants(table: dict[int, Config], rows: int, dim: int) -> tuple[int, dict
     return min(config.programs, -(-rows // config.rows)), sizes | options
 
 
-def _outputs(x: Tensor, added: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(x: Tensor, added: bool, keep: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape if added else (0,))
     mean, rstd = (x.new_empty(x.shape[0] if keep else 0, dtype=torch.float32) for _ in range(2))
-    return total, x.new_empty(x.shape), mean, rstd
+    return total, x.new_empty(x.shape, dtype=dtype), mean, rstd
 
 
 def _gradients(total: Tensor, branch_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -186,13 +202,20 @@ def _gradients(total: Tensor, branch_dtype: torch.dtype | None) -> tuple[Tensor,
 
 
 def forward(
-    x: Tensor, branch: Tensor | None, factor: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keep: bool
+    x: Tensor,
+    branch: Tensor | None,
+    factor: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel of forward, see `_add_norm`."""
     from adclr.model.ops import norm_kernels as kernels
 
     added = branch is not None
-    total, y, mean, rstd = _outputs(x, added, keep)
+    total, y, mean, rstd = _outputs(x, added, keep, dtype)
     programs, constants = _constants(FORWARD, *x.shape)
     if programs:
         kernels._forward[(programs,)](
