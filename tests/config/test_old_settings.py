@@ -151,7 +151,8 @@ def test_results_of_a_study_of_version_0_1_are_found(tmp_path: Path) -> None:
 
     def written(gray: str, colors: str) -> Path:
         evaluations = {"mIoU": SEGMENTATION | {"settings": {colors: False}}}
-        (tmp_path / "study.yaml").write_text(json.dumps(SMALL | {"settings": {gray: 0.3}, "evaluations": evaluations}))
+        outline = SMALL | {"recipe": "demo_adclr", "settings": {gray: 0.3}, "evaluations": evaluations}
+        (tmp_path / "study.yaml").write_text(json.dumps(outline))
         return tmp_path / "study.yaml"
 
     for names in (("views.grey", "colours"), ("views.gray", "colors")):

@@ -169,7 +169,7 @@ def test_time_that_is_up_and_mistakes_of_the_user(tmp_path: Path, photos: Path, 
     arms = {"a": {"untrained": True}, "b": {"untrained": True, "settings": {"depth": 1}}}
     file = study(tmp_path / "studies", **(REAL | {"arms": arms, "control": None}))
     options = ["--out", tmp_path / "runs"]
-    limit = ["--minutes", "0.0001"]
+    limit = ["--minutes", "0.01"]  # less than one run takes
     limited = adclr("study", file, *options, *limit, f"photos={photos}")
     assert limited.returncode == 0, limited.stderr
     assert "1 runs were not begun, since the time was up" in limited.stdout
