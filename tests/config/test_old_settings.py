@@ -147,11 +147,12 @@ def test_a_control_of_version_0_1_is_found(tmp_path: Path) -> None:
 
 
 def test_results_of_a_study_of_version_0_1_are_found(tmp_path: Path) -> None:
-    """The keys are those that version 0.1 gave."""
+    """The keys are those that version 0.1 gave; what its recipe `demo` trained is `demo_adclr` now."""
 
     def written(gray: str, colors: str) -> Path:
         evaluations = {"mIoU": SEGMENTATION | {"settings": {colors: False}}}
-        (tmp_path / "study.yaml").write_text(json.dumps(SMALL | {"settings": {gray: 0.3}, "evaluations": evaluations}))
+        study = SMALL | {"recipe": "demo_adclr", "settings": {gray: 0.3}, "evaluations": evaluations}
+        (tmp_path / "study.yaml").write_text(json.dumps(study))
         return tmp_path / "study.yaml"
 
     for names in (("views.grey", "colours"), ("views.gray", "colors")):
