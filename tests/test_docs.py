@@ -38,7 +38,8 @@ TRAINED = {
 BANNED = re.compile(
     r"\b(in places|alike|the house|at rest|who may|how it is|goes on (?:from|with)|hang on|(?:is|are) told|is ruin"
     r"|what it is worth|held against|a riddle|scratch paper|knowing nothing|the whole story|what is like|its own luck"
-    r"|tells? (?:images|things) apart|is not told apart|directions of \[CLS\])(?!\w)",
+    r"|tells? (?:images|things) apart|is not told apart|directions of \[CLS\]|mend|see to the|of no use|as such"
+    r"|bring it back|no number any more|is no (?:port|file|state|data set)|for nothing says)(?!\w)",
     re.IGNORECASE,
 )
 BRITISH = re.compile(r"colour|grey|centre\b|labelled|neighbour|(?:normal|initial|solar|recogn)is[ei]", re.IGNORECASE)
@@ -202,6 +203,8 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
                     assert f'id="{unquote(anchor)}"' in target.read_text(encoding="utf-8"), (page.name, address)
     settings = (site / "reference/settings.html").read_text(encoding="utf-8")
     assert "views.num_queries" in settings
+    front = (site / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'<a href="pictures/photographs.jpg"><img [^>]*src="pictures/photographs.jpg"', front)
     assert "search_index.js" in {path.name for path in site.rglob("*.js")}  # search without a server
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from adclr import cli, evals, study
+from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError, build, load_recipe
 from adclr.data import doctor
 from adclr.evals import mask_rcnn
@@ -26,6 +27,7 @@ __all__ = ["reader"]  # a fixture
 RUN = ["docs/dense.md", "docs/evaluations.md", "docs/weights.md"]
 ALL = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 CHECKED = [page for page in ALL if page not in PAGES and blocks(page, "sh")]
+LISTINGS = ["docs/looking.md", "docs/paper.md", "docs/studies.md"]  # commands of SCENES, or with a column of remarks
 OTHER_DATA = re.compile(r"imagenet/|cifar10:|flowers:|pets/|\bW\b|\.pth\b")  # of lines that are checked only
 
 
@@ -33,8 +35,8 @@ class Accepted(Exception):
     """Everything that a command says about its settings is right; its work would begin here."""
 
 
-def lines_of(page: str) -> list[str]:
-    joined = "".join(blocks(page, "sh")).replace("\\\n", " ")
+def lines_of(page: str, language: str = "sh") -> list[str]:
+    joined = "".join(blocks(page, language)).replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
@@ -45,12 +47,13 @@ def accept(*_: Any, **__: Any) -> NoReturn:
 def accept_training(
     _: str, __: str, recipe: str | None, values: dict[str, Any], ___: bool, kind: Any, *____: Any
 ) -> None:
-    build(kind, *([load_recipe(recipe)] if recipe else []), values)
+    group = "distill" if kind is DistillSettings else ""
+    build(kind, *([load_recipe(recipe, group)] if recipe else []), values)
     raise Accepted
 
 
-def accept_plan(_: str, __: Any, recipe: str | None, values: dict[str, Any], *___: Any) -> None:
-    accept_training("", "", recipe, values, False, launch.Settings)
+def accept_plan(_: str, __: Any, recipe: str | None, values: dict[str, Any], *more: Any) -> None:
+    accept_training("", "", recipe, values, False, DistillSettings if more[-1] else launch.Settings)
 
 
 def accept_study(options: Any, values: dict[str, Any]) -> None:
@@ -109,6 +112,19 @@ def test_every_command_is_accepted(page: str, capsys: pytest.CaptureFixture[str]
             pytest.fail(f"{line}: {capsys.readouterr().err}")
 
 
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("page", [page for page in ["README.md", *ALL] if page not in LISTINGS])
+def test_commands_in_other_blocks_are_accepted(page: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those marked `text`, whose data or weights a reader has and a test has not; a page's study is in mine.yaml."""
+    (reader / "mine.yaml").write_text("".join(blocks(page, "yaml")), encoding="utf-8")
+    for line in lines_of(page, "text"):
+        if line.startswith(("adclr ", "torchrun ", "sbatch ")):
+            try:
+                check_line(line)
+            except SystemExit:
+                pytest.fail(f"{line}: {capsys.readouterr().err}")
+
+
 @pytest.mark.usefixtures("reader", "no_work")
 @pytest.mark.parametrize(
     "wrong",
@@ -117,6 +133,7 @@ def test_every_command_is_accepted(page: str, capsys: pytest.CaptureFixture[str]
         "adclr pretrain photos/ --out RUN epoch5=3",
         "adclr evaluate knn --weights W --data labeled/ ks=3",
         "adclr embed W photos/",
+        "adclr plan photos/ --recipe distill_tiny",
         "adclr study studies/none.yaml",
         "python benchmarks/data.py --no-such-option 3",
     ],

@@ -184,7 +184,7 @@ def _explore(options: Namespace, values: dict[str, Any]) -> None:
 
     _require(options, "images", "weights and images are both needed; write W and then the images")
     if not 0 <= options.port < 65536:
-        options.parser.error(f"{options.port} is no port; write a number from 0 to 65535")
+        options.parser.error(f"{options.port} is not a port; write a number from 0 to 65535")
     weights = [options.weights, options.against] if options.against else [options.weights]
     explorer.serve(weights, options.images, options.host, options.port, build(explorer.ExplorerSettings, values))
 
@@ -270,7 +270,7 @@ def parser() -> Parser:
     add("--recipe", metavar="NAME", help=recipe)
     add("--gpu", metavar="NAME", help="estimate for a GPU that this machine lacks: h200, rtx4090, ...")
     add("--gpu-memory", type=positive, metavar="GiB", help="memory of a GPU that --gpu does not know")
-    add("--gpu-tflops", type=positive, metavar="X", help="peak of that GPU in dense bfloat16")
+    add("--gpu-tflops", type=positive, metavar="X", help="peak throughput of that GPU in dense bfloat16, TFLOPS")
     add("--gpus", type=count, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     add("--out", metavar="RUN", help="directory of the run, to check its free disk space")
     add("--json", metavar="FILE", help="also write the plan as JSON")
@@ -293,16 +293,16 @@ def parser() -> Parser:
     add("--out", metavar="FILE", help="the page (default: report.html in the run)")
 
     names = "NAME=DIR gives the folder of a data set of the study. Columns without their data are left out."
-    add = command("study", _study, "make the missing runs of a study, and write its table and figure", epilog=names)
+    add = command("study", _study, "train the missing runs of a study, and write its table and figure", epilog=names)
     add("file", nargs="?", metavar="FILE", help="a .yaml file, or the name of a shipped study, such as main")
     add("--list", action="store_true", help="list the shipped studies with their cost and exit")
     add("--dry-run", action="store_true", help="list runs, evaluations and cost of the study and exit; needs no data")
     add("--small", action="store_true", help="take the small variant of the study, for small data")
-    add("--gpu", metavar="NAME", help="GPU of the cost: rtx4090, a100-80gb, ... (default: h200)")
+    add("--gpu", metavar="NAME", help="GPU that the cost is estimated for: rtx4090, a100-80gb, ... (default: h200)")
     add("--out", default="runs/studies", metavar="DIR", help="directory of the runs (default: %(default)s)")
     add("--results", metavar="DIR", help="directory of table and figure (default: results/ beside the study)")
     add("--minutes", type=positive, metavar="N", help="start no run that would end after N minutes")
-    add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (default: 1); with slurm runs in all")
+    add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (default: 1); with slurm: jobs at once")
     launchers = "make runs on this machine, or as an array of SLURM jobs (default: %(default)s)"
     add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
     add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')

@@ -40,12 +40,12 @@ def run_demo(out: Path, seed: int, overwrite: bool = False) -> None:
     if os.path.exists(out) and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     if out.is_dir() and not overwrite and any(path not in (images, half, folder, picture) for path in out.iterdir()):
-        raise UserError(f"{out} holds something else; choose another --out, or say --overwrite to leave it there")
+        raise UserError(f"{out} holds something else; choose another --out, or add --overwrite to leave it there")
     if images.exists() and not rendered:
         raise UserError(f"{images} was not rendered by adclr demo; choose another --out")
     if rendered and note.read_text().strip() != str(seed):
         if not overwrite:
-            raise UserError(f"{images} was rendered from another seed; choose another --out, or say --overwrite")
+            raise UserError(f"{images} was rendered from another seed; choose another --out, or add --overwrite")
         for path in (folder, images):
             shutil.rmtree(path, ignore_errors=True)
     if not images.exists():

@@ -64,7 +64,7 @@ def first(**more: Any) -> Callable[[dict[str, Any]], Any]:
     [
         (
             first(bbox=[0, 0, 0, 5]),
-            r"object 1 of instances_train\.json has a box of no area; mend them, or",
+            r"object 1 of instances_train\.json has a box of no area; fix them, or",
         ),
         (first(bbox=[60, 0, 1e-7, 5]), "has a box of no area"),  # in float32
         (first(bbox=[60, 0, 10, 5]), "has a box that leaves its image of 64x64"),
@@ -119,7 +119,7 @@ def test_bad_files_are_refused(tmp_path: Path, change: Any, message: str) -> Non
 def test_images_of_another_size_than_said_are_named(tmp_path: Path) -> None:
     folder = instances(tmp_path, 2, 1)
     Image.new("RGB", (30, 20)).save(folder / "images" / "val" / "2.png")
-    with pytest.raises(UserError, match=r"2\.png is 30x20 pixels where its json says 64x64; mend"):
+    with pytest.raises(UserError, match=r"2\.png is 30x20 pixels where its json says 64x64; fix"):
         check(open_instances(folder, "train", "val"), show=False)
     (folder / "annotations" / "instances_val.json").write_text("{")
     with pytest.raises(UserError, match="it is not JSON"):

@@ -277,7 +277,7 @@ def test_a_hugging_face_data_set_on_disk(folder: ImageFolder, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"name one of them, such as hf:.*/train"):
         open_source(f"hf:{tmp_path}/two")
     assert open_labeled(f"hf:{tmp_path}/two").classes == kinds
-    with pytest.raises(UserError, match="is no data set written by save_to_disk"):
+    with pytest.raises(UserError, match="is not a data set written by save_to_disk"):
         open_source(f"hf:{folder.root}")
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "words")
     with pytest.raises(UserError, match="no column of images, only text"):

@@ -108,9 +108,7 @@ def test_how_many_are_bad_is_counted_and_not_only_the_first(folder: Path, tmp_pa
     feed = Feed(
         open_source(tmp_path / "list.txt"), num_workers, Decoder(), 0.1, on_unreadable=lambda *row: listed.append(row)
     )
-    with pytest.raises(
-        UserError, match=r"^4 of 5 images cannot be read, for example data/.*\(.*\); mend them or raise"
-    ):
+    with pytest.raises(UserError, match=r"^4 of 5 images cannot be read, for example data/.*\(.*\); fix them or raise"):
         list(feed.batches([(0, np.arange(5))], planner))
     assert dict(listed) == {
         "data/html.png": "it is not an image of a known format (JPEG, PNG, WEBP, BMP, TIFF, GIF)",
@@ -202,10 +200,10 @@ def test_what_disappears_is_named_and_nothing_good_is_listed(folder: Path, tmp_p
         shutil.rmtree(gone)
     if way == "emptied":
         gone.mkdir()
-    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
+    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; restore it"):
         collect(feed, 32)
     images = ImageReader(source, Decoder(), center_crop((8, 8)), torch.device("cpu"), 2)
-    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; bring it back"):
+    with pytest.raises(UserError, match=rf"^{gone}.* has disappeared; restore it"):
         list(images.batches([np.arange(32)]))
     assert not listed
 

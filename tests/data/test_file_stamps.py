@@ -223,7 +223,7 @@ def test_an_embedding_replaces_nothing_that_is_not_its_own(weights: Path, photos
         mine.parent.mkdir(exist_ok=True)
         mine.write_text("mine")
         with pytest.raises(
-            UserError, match=r"was not written by adclr embed; choose another --out, or say --overwrite"
+            UserError, match=r"was not written by adclr embed; choose another --out, or add --overwrite"
         ):
             package.embed(weights, photos, out=tmp_path / "f.parquet", **EMBED)
         assert mine.read_text() == "mine"

@@ -200,7 +200,7 @@ def test_a_folder_that_disappears_stops_the_run_with_its_checkpoint_whole(images
     os.rename(data, tmp_path / "elsewhere")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "has disappeared; bring it back" in errors
+    assert "has disappeared; restore it" in errors
     assert "Traceback" not in errors
     assert package.load(out).dim == 16
     assert Run(out).steps()

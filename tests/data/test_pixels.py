@@ -120,11 +120,11 @@ def test_offenders_are_named_before_anything_is_done(tmp_path: Path) -> None:
     message = str(caught.value)
     assert f"{labels}/1.png has the value 77, where classes are 0 to 10 and 255 is ignored" in message
     assert "2.png is 9x12 pixels where its image is 12x12" in message
-    assert "3.png has colors (mode RGB); a label is gray or has a palette, and 2 more; mend the labels" in message
+    assert "3.png has colors (mode RGB); a label is gray or has a palette, and 2 more; fix the labels" in message
     assert "\n" not in message
     for name in wrong:
         (labels / f"{name}.png").unlink()
-    with pytest.raises(UserError, match=r"1\.png has no label; .*2\.png has no label; .*3\.png has no label; mend"):
+    with pytest.raises(UserError, match=r"1\.png has no label; .*2\.png has no label; .*3\.png has no label; fix"):
         open_segmented(folder)
 
 

@@ -231,5 +231,5 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     said = refused(capsys, "evaluate", "detection", "--weights", weights, "--data", data)
     assert "1.png, which instances_train.json names, is not in" in said
     train, val = open_instances(instances(tmp_path / "more", 2, 1), "train", "val")
-    with pytest.raises(UserError, match=r"sides=\[200, 100\] and longest=1333 are not in order"):
+    with pytest.raises(UserError, match=r"sides=\[200, 100\] and longest=1333 do not ascend"):
         detection.score(backbone(), train, val, Settings(sides=(200, 100)), CPU)

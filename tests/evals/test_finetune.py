@@ -291,7 +291,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     data = colored(tmp_path / "data")
     for changes, message in (
-        ({"lr": 1e30, "warmup_epochs": 0}, "the loss is no number any more in epoch 1; set a lower lr"),
+        ({"lr": 1e30, "warmup_epochs": 0}, "the loss is not finite in epoch 1; set a lower lr"),
         ({"micro_batch_size": 3}, "micro_batch_size=3 must be even"),
         ({"batch_size": 15}, "batch_size=15 does not divide by 2"),
         ({"size": 25}, "not divisible by patches of 8"),

@@ -162,14 +162,14 @@ def unreadable(data: Path, split: str, name: str) -> None:
 def test_too_many_unreadable_images_are_refused(tmp_path: Path) -> None:
     data = colored(tmp_path, 30, 30)
     unreadable(data, "val", "c1")
-    with pytest.raises(UserError, match=r"10 of 30 images of .*val cannot be read; mend them or raise max_unreadable"):
+    with pytest.raises(UserError, match=r"10 of 30 images of .*val cannot be read; fix them or raise max_unreadable"):
         score(data)
     with pytest.raises(UserError, match="no image of class c1"):
         score(data, max_unreadable=0.5)
     mended = colored(tmp_path, 30, 30)
     unreadable(mended, "train", "c2")
     for quick in (True, False):
-        with pytest.raises(UserError, match="mend them or raise max_unreadable"):
+        with pytest.raises(UserError, match="fix them or raise max_unreadable"):
             score(mended, quick=quick)
         with pytest.raises(UserError, match="no image of class c2"):
             score(mended, quick=quick, max_unreadable=0.5)

@@ -282,7 +282,7 @@ def test_numbers_that_go_wrong_stop_it(tmp_path: Path, monkeypatch: pytest.Monke
     data = open_segmented(segmented(tmp_path / "data", 4, 1, 16))
     monkeypatch.setattr(segmentation, "_loss", lambda logits, _: logits.sum() * float("nan"))
     settings = Settings(**(PLAIN | {"size": 16, "steps": 40, "batch_size": 2}))
-    with pytest.raises(UserError, match=r"the loss is no number any more at step 20; set a lower lr"):
+    with pytest.raises(UserError, match=r"the loss is not finite at step 20; set a lower lr"):
         segmentation.score(backbone(), data, settings, CPU)
     with pytest.raises(UserError, match="size=18 is not divisible by 4; set size=20"):
         segmentation.score(backbone(), data, settings.model_copy(update={"size": 18}), CPU)

@@ -200,7 +200,7 @@ def damaged(folder: Path, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("missing", "clip1 has no mask for frame 00002; mend"),
+        ("missing", "clip1 has no mask for frame 00002; fix"),
         ("empty", r"clip1/00000\.png, the first of its clip, shows no object"),
         ("size", r"clip1/00000\.png is not as large as its frame"),
         ("broken", r"clip1/00000\.png or its frame cannot be used"),

@@ -137,7 +137,7 @@ def test_a_start_that_did_nothing_does_not_stand_in_the_way(images: Path, tmp_pa
 
 
 def test_a_run_whose_steps_are_all_void_stops(images: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="steps were void"):
+    with pytest.raises(UserError, match="steps had no effect"):
         pretrain(images / "train", tmp_path / "run", lr=1e38, warmup_epochs=0, clip_norm=None, epochs=100)
     assert not (tmp_path / "run" / "backbone.safetensors").exists()
     assert len(list(Run(tmp_path / "run").rows("metrics.jsonl"))) < 100

@@ -265,4 +265,4 @@ def test_a_logger_that_fails_does_not_end_the_run(
 
     monkeypatch.setattr("adclr.training.loggers.open_loggers", lambda *_: [Broken()])
     assert package.pretrain(images / "train", out=tmp_path / "run", **TINY).finished
-    assert capsys.readouterr().err.count("Broken gets no more curves, for it failed (no such server)") == 1
+    assert capsys.readouterr().err.count("Broken failed and gets no more curves (no such server)") == 1

@@ -72,7 +72,7 @@ def test_a_run_ends_when_the_disk_does_not_answer_and_says_which_image(
     last = errors.strip().splitlines()[-1]
     assert last.startswith("adclr: no image has come for a minute while reading ")
     assert name in last
-    assert last.endswith("twice; see to the disk or network it lies on, or remove it")
+    assert last.endswith("twice; check the disk or network it lies on, or remove it")
 
 
 def test_decoding_into_memory_does_not_wait_for_ever(images: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_decoding_into_memory_does_not_wait_for_ever(images: Path, tmp_path: Pat
     process = lives.start(images / "train", tmp_path / "run", before=before, num_workers=2)
     code, _, errors = lives.finish(process)
     assert code == 2, errors
-    assert "no image has come for a minute; see to the disk" in errors
+    assert "no image has come for a minute; check the disk" in errors
 
 
 def test_choosing_a_recipe_does_not_wait_for_ever(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

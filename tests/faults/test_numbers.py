@@ -201,7 +201,7 @@ def test_replaying_from_the_command_line(images: Path, tmp_path: Path, adclr: Ad
     loss = [row["loss"] for row in run.rows("metrics.jsonl")][6]
     done = adclr("pretrain", "--out", run.path, "--replay", 7)
     assert done.returncode == 0, done.stderr
-    assert f"step 7 is good here, its loss {loss:.4f}" in done.stdout
+    assert f"step 7 is finite here, its loss is {loss:.4f}" in done.stdout
     actual = json.loads((run.path / "replay" / "step_7.json").read_text())
     assert actual["from_checkpoint"] == 5
     assert actual["losses"]["loss"] == pytest.approx(loss, rel=1e-6)
@@ -221,7 +221,7 @@ def test_a_run_of_void_steps_ends_with_advice_and_a_good_checkpoint(
     changes = TINY | {"lr": 1e38, "warmup_epochs": 0, "clip_norm": None, "epochs": 100}
     changes |= {"checkpoint_every_steps": 1, "log_every_steps": 5}
     monkeypatch.setattr(Train, "max_void_steps", 7)
-    with pytest.raises(UserError, match=rf"the last \d+ steps were void.*adclr pretrain --out {out} --replay \d+, or"):
+    with pytest.raises(UserError, match=rf"last \d+ steps had no effect.*adclr pretrain --out {out} --replay \d+, or"):
         package.pretrain(images / "train", out=out, **changes)
     steps = [row["step"] for row in Run(out).rows("voided.jsonl")]
     assert 7 <= len(steps) < 7 + 5

@@ -299,7 +299,7 @@ def test_what_is_finished_is_left_alone_and_anything_else_refused(weights: Path,
         ({"weights": other}, "made with other weights"),
         ({"out": maps}, "dense=True"),
         ({"out": photos}, "lies in the collection"),
-        ({"out": weights.parent}, r"was not written by adclr embed; choose another --out, or say --overwrite"),
+        ({"out": weights.parent}, r"was not written by adclr embed; choose another --out, or add --overwrite"),
         ({"out": tmp_path / "f.parquet.json"}, "is a file; give the name of a folder"),
     ):
         with pytest.raises(UserError, match=message):

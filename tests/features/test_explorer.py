@@ -344,7 +344,7 @@ def test_image_files_named_one_by_one_may_lie_anywhere(photos: Path) -> None:
 def test_mistakes_are_said_in_one_sentence(adclr: Adclr, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["explore"], "weights and images are both needed"),
-        (["explore", tmp_path, tmp_path, "--port", "70000"], "70000 is no port"),
+        (["explore", tmp_path, tmp_path, "--port", "70000"], "70000 is not a port"),
         (["explore", tmp_path, tmp_path / "nowhere"], "does not exist"),
     ):
         done = adclr(*arguments)

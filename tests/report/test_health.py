@@ -191,7 +191,7 @@ def test_what_counts_as_learning() -> None:
     assert conclusion(20.0, 66.0) == "it has learned"
     assert conclusion(25.0, 53.0) == "no clear sign that it has learned"  # which two untrained networks can differ by
     assert conclusion(3.0, 30.0) == "no clear sign that it has learned"
-    assert conclusion(34.0, 48.0, "uniform collapse") == "not to be trusted, for there is a uniform collapse"
+    assert conclusion(34.0, 48.0, "uniform collapse") == "not to be trusted, because there is a uniform collapse"
     assert summarize([row(20.0, 50.0)]) is None
 
 

@@ -211,7 +211,9 @@ def test_healthy_ranges_are_shaded(run: Path) -> None:
         assert float(height) > 10, title  # pixels
     for title in ("Global loss", "Query loss"):
         assert 'class="level"' in figures[title]
-        assert "ln 32: uniform outputs" in figures[title]
+        caption, drawn = figures[title].split("</figcaption>")
+        assert "; dashed line: ln 32, the loss of uniform outputs" in caption
+        assert "uniform" not in drawn  # where a curve near the line would run through it
     for title in ("Prototypes in use", "Entropy of targets"):  # no range is known
         assert 'class="band"' not in figures[title]
 

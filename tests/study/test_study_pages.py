@@ -58,6 +58,13 @@ def test_the_page_says_what_was_found_and_what_is_missing(tmp_path: Path) -> Non
     json.dumps(summary)
 
 
+def test_an_asterisk_in_a_name_does_not_end_the_bold_sentence(tmp_path: Path) -> None:
+    file = study(tmp_path, arms={"ADCLR*": {}, "λ 1": {"settings": {"method.query_weight": 1}}})
+    parsed, results = store_results(tmp_path / "results", file, {})
+    text = table.render_page(parsed, results, table.collect_rows(parsed, results), None)
+    assert r"**2 of 2 runs are missing: ADCLR\*, seed 0; λ 1, seed 0.**" in text.splitlines()
+
+
 def test_the_page_says_where_and_with_what_it_was_trained(tmp_path: Path) -> None:
     parsed, results = store_results(
         tmp_path / "results", study(tmp_path, seeds=[0, 1]), {("demo", 0): 50.0, ("demo", 1): 52.0}

@@ -161,7 +161,7 @@ def test_the_files_of_another_command_are_not_taken_for_own(
     scores = out.read_bytes()
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", "--images", "5000", "--recipe", "adclr_vits16", "--gpu", "h200", "--json", str(out)])
-    assert "q.json was not written by adclr plan; choose another --json, or say --overwrite" in capsys.readouterr().err
+    assert "q.json was not written by adclr plan; choose another --json, or add --overwrite" in capsys.readouterr().err
     assert out.read_bytes() == scores
 
 
@@ -318,7 +318,7 @@ def test_no_file_goes_among_the_images_either(
 def test_a_run_is_not_among_the_labeled_images_of_its_probe(collection: Path, images: Path, tmp_path: Path) -> None:
     for name in ("data", "held_out"):
         values = {f"probe.{name}": str(collection), "batch_size": 8}
-        with pytest.raises(UserError, match=r"lies in the collection .*photos, where"):
+        with pytest.raises(UserError, match=r"lies in the collection .*photos, so"):
             launch.prepare(images / "train", collection / "disc" / "run", "demo", values)
         launch.prepare(images / "train", tmp_path / "run", "demo", values)
 
@@ -329,7 +329,7 @@ def test_a_study_does_not_write_into_its_data(images: Path, tmp_path: Path, caps
     for words in (["--results", str(images / "results")], ["--out", str(images / "runs"), "--results", str(tmp_path)]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["study", str(file), *words, f"photos={images}"])
-        assert f"lies in the collection {images}, where" in capsys.readouterr().err
+        assert f"lies in the collection {images}, so" in capsys.readouterr().err
 
 
 def test_a_folder_has_one_identity_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

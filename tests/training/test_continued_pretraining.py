@@ -239,6 +239,6 @@ def test_with_labels_the_score_decides_and_without_the_features() -> None:
     assert describe(first | {"drift_cosine": 1.0}) is None
     assert describe({"knn_top1": 59.5, "effective_rank": 3.0, "drift_cosine": 0.1}) is None
     assert "kNN is 58.0 % where the weights it began with had 60.0 %" in str(describe({"knn_top1": 58.0}))
-    assert "in 12.0 directions where they began with 40.0" in str(describe({"effective_rank": 12.0}))
-    assert "their cosine is 0.30" in str(describe({"effective_rank": 40.0, "drift_cosine": 0.3}))
+    assert "of [CLS] is 12.0, and was 40.0 at the start" in str(describe({"effective_rank": 12.0}))
+    assert "their mean cosine is 0.30" in str(describe({"effective_rank": 40.0, "drift_cosine": 0.3}))
     assert describe({"effective_rank": 25.0, "drift_cosine": 0.8}) is None

@@ -412,8 +412,8 @@ def test_a_file_that_is_not_of_its_network_is_refused(tmp_path: Path) -> None:
         ({"network": "os:getcwd"}, "is not called because a file names it"),
         ({"input_size": (9_999, 32)}, "at most 1024 pixels"),
         ({"mean": [0.5]}, "another number of means"),
-        ({"mean": ["a"]}, "of no possible network"),
-        ({"more": 1}, "of no possible network"),
+        ({"mean": ["a"]}, "does not fit any network"),
+        ({"more": 1}, "does not fit any network"),
     ):
         with pytest.raises(UserError, match=sentence):
             networks.restore_network(values | changes, state, str(tmp_path))

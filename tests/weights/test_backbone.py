@@ -279,7 +279,7 @@ def test_what_a_file_does_not_say_can_be_said_beside_it(tmp_path: Path) -> None:
         load_weights(path)
     said = {"architecture": {"num_heads": 3}}
     path.with_suffix(".json").write_text(json.dumps(said))
-    with pytest.raises(UserError, match="has 11 positions, which are not those of a square image; say its input_size"):
+    with pytest.raises(UserError, match="11 positions, which are not those of a square image; write its input_size"):
         load_weights(path)
     said["architecture"] |= {"input_size": [16, 40], "norm_eps": 1e-3}  # type: ignore[dict-item]
     path.with_suffix(".json").write_text(json.dumps(said | {"mean": [0.1, 0.2, 0.3]}))

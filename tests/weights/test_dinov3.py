@@ -77,7 +77,7 @@ def test_timms_weights_give_timms_outputs(name: str, tmp_path: Path) -> None:
     assert (report.layout, report.missing, report.left) == ("timm DINOv3", (), ())
     assert set(report.taken) == theirs.state_dict().keys()
     assert loaded.vit.norm_eps == 1e-5
-    assert "rotary positions as DINOv3 has them, for the weights store none" in report.assumed
+    assert "rotary positions as DINOv3 has them, since the weights store none" in report.assumed
     agree(loaded.vit, theirs.forward_features)
     # a rotation that is left out shows
     images = torch.randn(2, 3, 48, 24)

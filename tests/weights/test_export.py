@@ -233,7 +233,7 @@ def test_what_another_program_cannot_do_is_said(tmp_path: Path, capsys: pytest.C
     wide = VisionTransformer(64, 1, 1, 8, (16, 32)).eval()
     (tmp_path / "wide").mkdir()
     write_backbone(tmp_path / "wide", state_of(wide), Description(architecture=architecture_of(wide)))
-    with pytest.raises(UserError, match="are square, not of 16x32 pixels; say --input-size"):
+    with pytest.raises(UserError, match="are square, not of 16x32 pixels; add --input-size"):
         export(tmp_path / "wide", "huggingface", tmp_path / "square")
     assert export(tmp_path / "wide", "huggingface", tmp_path / "square", input_size=32).is_dir()
 
@@ -245,11 +245,11 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
 
     before = names()
-    with pytest.raises(UserError, match="there is no export to 'tflite'; choose timm, huggingface, onnx, safetensors"):
+    with pytest.raises(UserError, match="cannot export to 'tflite'; choose timm, huggingface, onnx, safetensors"):
         export(run, "tflite", tmp_path / "new" / "out")
     with pytest.raises(UserError, match="run was not written by adclr export; choose another"):
         export(run, "timm", run)
-    with pytest.raises(UserError, match=r"for .* is a file; choose another place"):
+    with pytest.raises(UserError, match=r"because .* is a file; choose another place"):
         export(run, "timm", run / "backbone.json" / "out")
     with pytest.raises(UserError, match="do not exist"):
         export(tmp_path / "nowhere", "timm", tmp_path / "new" / "out")
@@ -350,14 +350,14 @@ def test_weights_of_others_are_scored_and_exported(adclr: Adclr, images: Path, t
     assert whole.returncode == 0, whole.stderr
     assert "their.pth: DINO, teacher, 42 tensors taken, 0 left" in whole.stderr
     command = ["evaluate", "knn", "--weights", tmp_path / "part.pth", "--data", images, "k=3"]
-    refused(adclr(*command), "lacks norm.bias; use weights that cover the backbone, or say --partial")
+    refused(adclr(*command), "lacks norm.bias; use weights that cover the backbone, or add --partial")
     part = adclr(*command, "--partial")
     assert part.returncode == 0, part.stderr
     assert "missing: norm.* (1), drawn anew" in part.stderr
     assert len(list((tmp_path / "evals" / "knn").glob("*.json"))) == 2  # one for each of the two
-    refused(adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out), "or say --partial")
+    refused(adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out), "or add --partial")
     embedding = ["embed", tmp_path / "part.pth", images, "--out", tmp_path / "part.parquet"]
-    refused(adclr(*embedding), "or say --partial")
+    refused(adclr(*embedding), "or add --partial")
     assert not list(tmp_path.glob("part.parquet*"))
     assert adclr(*embedding, "--partial").returncode == 0
     # these cannot be told so
@@ -365,7 +365,7 @@ def test_weights_of_others_are_scored_and_exported(adclr: Adclr, images: Path, t
         ["pretrain", images / "train", "--out", out, f"init={tmp_path / 'part.pth'}"],
         ["visualize", "attention", tmp_path / "part.pth", images, "--out", out],
     ):
-        refused(adclr(*other), "or make such of them with adclr export --partial")
+        refused(adclr(*other), "or complete them with adclr export --partial")
     assert not out.exists()
     done = adclr("export", tmp_path / "part.pth", "--to", "safetensors", "--out", out, "--partial", "--input-size", 48)
     assert done.returncode == 0, done.stderr

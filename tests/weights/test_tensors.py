@@ -68,11 +68,9 @@ def test_a_pickle_that_runs_code_is_refused(adclr: Adclr, tmp_path: Path) -> Non
     (tmp_path / "folder" / "config.json").write_text('{"model_type": "vit", "auto_map": {"AutoModel": "evil.Model"}}')
     (tmp_path / "folder" / "evil.py").write_text(f"open({str(mark)!r}, 'w')")
     (tmp_path / "folder" / "pytorch_model.bin").write_bytes(bombs["zip.pth"])
-    assert "wants posix.system to be loaded, which is not data" in refusal(tmp_path / "folder")
+    assert "needs posix.system, which is code and not data" in refusal(tmp_path / "folder")
     done = adclr("export", tmp_path / "zip.pth", "--to", "timm", "--out", out, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
-    refused(
-        done, "wants posix.system to be loaded, which is not data, so nothing of it was; use a file of tensors alone"
-    )
+    refused(done, "needs posix.system, which is code and not data, so it was not loaded; use a file of tensors alone")
     assert not mark.exists()
     assert not (tmp_path / "new").exists()
 
@@ -94,7 +92,7 @@ def test_one_type_is_allowed_and_no_other(tmp_path: Path) -> None:
                 actual = read_torch(tmp_path / "a.pth")["args"]
                 assert vars(actual) == {"a": 1, "b": [2.0, "c"], "c": argparse.Namespace()}
                 continue
-            with pytest.raises(UserError, match=f"{asked}.* to be loaded, which is not data"):
+            with pytest.raises(UserError, match=f"{asked}.*, which is code and not data"):
                 read_torch(tmp_path / "a.pth")
         assert Bomb in torch.serialization.get_safe_globals()
         assert argparse.Namespace not in torch.serialization.get_safe_globals()

@@ -123,10 +123,10 @@ def test_folders_that_are_no_such_vit_are_refused(tmp_path: Path) -> None:
     for changes, match in (
         ({"model_type": "swin"}, "is of the model type 'swin'; these are taken: vit, vit_mae"),
         ({"model_type": 3}, "does not describe a ViT"),
-        ({"use_swiglu_ffn": True}, "has an MLP with SwiGLU, which this ViT has not"),
+        ({"use_swiglu_ffn": True}, "has an MLP with SwiGLU, which this ViT does not have"),
         ({"hidden_act": "quick_gelu"}, "has an MLP with quick_gelu, which"),
         ({"patch_size": [8, 4]}, "has patches of 8x4 pixels, not square ones"),
-        ({"patch_size": 16}, "which are not those of the 2x2 patches it is said to have"),
+        ({"patch_size": 16}, "which are not those of the 2x2 patches of its input_size"),
         ({"hidden_size": 96}, r"cls_token of shape \(1, 1, 48\) instead of \(1, 1, 96\)"),
         ({"num_hidden_layers": 3}, r"lacks blocks\.2\.norm1\.weight"),
         ({"num_attention_heads": 7}, "7 heads do not divide the width 48"),

@@ -282,9 +282,9 @@ def load_yaml(text: str, name: str) -> Any:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{name} is not readable as YAML ({first}); mend it") from None
+        raise UserError(f"{name} is not readable as YAML ({first}); fix it") from None
     except (RecursionError, ValueError) as error:  # a thousand brackets; a date that does not exist
-        raise UserError(f"{name} is not readable as YAML ({type(error).__name__}); mend it") from None
+        raise UserError(f"{name} is not readable as YAML ({type(error).__name__}); fix it") from None
 
 
 def build(model: type[S], *layers: Mapping[str, Any], warn: bool = True) -> S:
@@ -339,7 +339,7 @@ def _sentence(error: ValidationError) -> str:
             return f"'{name}' is missing; add it"
         message = "a number is missing"
     if first["type"] == "extra_forbidden":
-        return f"'{name}' is not known here; mend its name or leave it out"
+        return f"'{name}' is not known here; correct its name or leave it out"
     return f"setting {name}={first['input']!r} is not possible: {message.replace('tuple', 'list such as [1, 2]')}"
 
 

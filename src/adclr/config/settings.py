@@ -109,7 +109,7 @@ class Views(Section):
     )
     query_source: Literal["random", "local"] = advanced(
         "random",
-        "random: random boxes; local: query i is the box of local crop i, whose [CLS] must match its target too",
+        "random: random boxes; local: query i is the box of local crop i, and its [CLS] must match the query's target",
     )
     # share of global crops that are masked (with method.masked_weight > 0), and of their patches; iBOT's
     mask_probability: ClassVar[float] = 0.5
@@ -237,7 +237,7 @@ class Method(Section):
     momentum_end: Ratio = advanced(1.0, "momentum of the teacher at the end of its cosine schedule")
     head_hidden_dim: Width = advanced(2048, "width of the projection head")
     head_bottleneck_dim: Width = advanced(256, "width of the bottleneck before the prototypes")
-    num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K")
+    num_prototypes: Annotated[int, Field(ge=2, le=2**24)] = setting(65536, "K, number of prototypes")
     anchor_weight: NonNegative = advanced(
         0.0, "weight of the Gram anchor, which preserves the patch similarities of model.init; 0: off"
     )

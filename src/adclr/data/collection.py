@@ -178,6 +178,4 @@ def check_apart(out: Path, source: Source, option: str = "--out", is_file: bool 
 
 def describe_inside(out: str | Path, root: str | Path, option: str = "--out") -> str:
     """Return the sentence by which an output that lies in a collection is refused."""
-    return (
-        f"{out} lies in the collection {root}, where what is written would be taken for images; choose another {option}"
-    )
+    return f"{out} lies in the collection {root}, so its files would be read as images; choose another {option}"

@@ -245,7 +245,7 @@ def _advice(
         return advice
     share = counts["unreadable"] / report["images"]
     if share > Data().max_unreadable:
-        advice.append(f"{share:.0%} cannot be read, at which a run stops; mend them or raise data.max_unreadable")
+        advice.append(f"{share:.0%} cannot be read, too many for a run; fix them or raise data.max_unreadable")
     if counts["duplicates"] > 0.01 * len(good):
         advice.append(f"{counts['duplicates']} files are copies of others; what is shown twice is learned twice")
     if counts["tiny"] > 0.1 * len(good):

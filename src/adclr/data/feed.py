@@ -218,7 +218,7 @@ class Feed:
             if len(self.unreadable) > self.max_unreadable * len(self.source):
                 self._refusal = (
                     f"{self._count_unreadable()} cannot be read, for example {self.source.paths[index]} ({reason}); "
-                    "mend them or raise max_unreadable"
+                    "fix them or raise max_unreadable"
                 )
                 raise UserError(self._refusal)
 
@@ -226,7 +226,7 @@ class Feed:
         lost = self.source.lost(index)
         if lost is not None:  # its files are good, and would only be listed one after the other
             raise UserError(
-                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run the command again"
+                f"{lost} does not exist or has disappeared; restore it or correct its path, and run the command again"
             )
         self.unreadable.add(index)
         self.on_unreadable(self.source.paths[index], reason)

@@ -237,7 +237,7 @@ def score(
 ) -> dict[str, Any]:
     """Train; return AP of boxes and masks in percent, and the numbers of steps and images."""
     if settings.sides[0] > settings.sides[1] or settings.sides[1] > settings.longest:
-        raise UserError(f"sides={list(settings.sides)} and longest={settings.longest} are not in order; set them so")
+        raise UserError(f"sides={list(settings.sides)} and longest={settings.longest} do not ascend; reorder them")
     dtype = autocast_dtype(settings.precision, device)
     torch.manual_seed(combine(settings.seed, key_of("detector")) % 2**63)
     model = Detector(weights, len(train.classes), settings.sides[1], settings.longest, settings.window, dtype)

@@ -138,7 +138,7 @@ def _check_readable(source: Source, num_unreadable: int, max_unreadable: float) 
     if num_unreadable > max_unreadable * len(source):
         raise UserError(
             f"{num_unreadable} of {len(source)} images of {source.root} cannot be read; "
-            "mend them or raise max_unreadable"
+            "fix them or raise max_unreadable"
         )
 
 
@@ -146,4 +146,4 @@ def check_classes(split: Split, readable: NDArray[np.int64], classes: list[str])
     """Refuse a split of which a whole class is unreadable; `readable` are the labels of the readable images."""
     empty = np.setdiff1d(split.labels, readable)
     if len(empty):
-        raise UserError(f"no image of class {classes[empty[0]]} in {split.source.root} can be read; mend or remove it")
+        raise UserError(f"no image of class {classes[empty[0]]} in {split.source.root} can be read; fix or remove it")

@@ -290,7 +290,7 @@ def assemble(
     micro = min(settings.micro_batch_size or local_size, local_size)
     if local_size % micro or (pairs and micro % 2):
         raise UserError(
-            f"micro_batch_size={micro} must be even and divide a process's {local_size} images; choose such"
+            f"micro_batch_size={micro} must be even and divide a process's {local_size} images; choose another"
         )
     model = Classifier(vit, len(labeled.classes), settings.pool, settings.seed).to(device)
     groups = optim.layer_decay_groups(model.timm_parameters(), vit.depth, layer_decay, settings.weight_decay)

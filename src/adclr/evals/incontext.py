@@ -164,7 +164,7 @@ def _build_memory(
     keys = _gather_rows([keys for keys, _ in parts], positions, weights.patch_dim, device)
     labels = _gather_rows([labels for _, labels in parts], positions, num_classes, device)
     if not len(keys):
-        raise UserError(f"no patch of {segmented.train.root} has a label; see to {segmented.train.labels}")
+        raise UserError(f"no patch of {segmented.train.root} has a label; check {segmented.train.labels}")
     return PatchMemory(keys, labels), num_unreadable
 
 

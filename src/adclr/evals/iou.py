@@ -39,7 +39,7 @@ def scores(name: str, matrix: Tensor, classes: list[str]) -> dict[str, Any]:
     counts = matrix.double()
     correct, true, predicted = counts.diag(), counts.sum(dim=1), counts.sum(dim=0)
     if not true.sum():
-        raise UserError("no pixel that was scored has a label; see to the labels of the val images")
+        raise UserError("no pixel that was scored has a label; check the labels of the val images")
     iou, accuracy = 100 * correct / (true + predicted - correct), 100 * correct / true  # nan where there are no pixels
     share = 100 * true / true.sum()
     table = {

@@ -102,7 +102,7 @@ class Trainer(ABC):
         """Train to the end, from the last checkpoint if there is one; return the number of steps."""
         if self.minutes is not None and distributed.world_size() > 1:
             raise UserError(
-                "minutes= needs one process, for several would not stop at the same step; set steps instead"
+                "minutes= needs one process, because several would not stop at the same step; set steps instead"
             )
         start = self._resume()
         model: nn.Module = self.model.train()
@@ -233,7 +233,7 @@ class Trainer(ABC):
         distributed.barrier()
         if distributed.is_main():
             self.run.cut("metrics.jsonl", steps[-1])
-            print(f"going on from step {steps[-1]} of {self.total_steps}", file=sys.stderr)
+            print(f"resuming from step {steps[-1]} of {self.total_steps}", file=sys.stderr)
         return steps[-1]
 
     def finish(self, description: dict[str, Any], state: Mapping[str, Tensor] | None = None) -> None:
@@ -250,7 +250,7 @@ class Trainer(ABC):
 def check_finite(loss: float, position: str) -> None:
     """Refuse to continue with a loss that is no number."""
     if not math.isfinite(loss):
-        raise UserError(f"the loss is no number any more {position}; set a lower lr, or clip_norm=1")
+        raise UserError(f"the loss is not finite {position}; set a lower lr, or clip_norm=1")
 
 
 def identify(settings: Section, images: Any, start: str) -> dict[str, Any]:

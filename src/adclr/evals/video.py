@@ -195,10 +195,10 @@ def _read_clip(clip: Clip, weights: Weights, pool: ThreadPoolExecutor) -> tuple[
         frames = list(pool.map(lambda path: davis.read_frame(path, weights.decoder), clip.frames))
         masks = list(pool.map(davis.read_mask, clip.masks))
     except (Unreadable, OSError) as error:
-        raise UserError(f"a frame or mask of clip {clip.name} cannot be read ({error}); mend it") from None
+        raise UserError(f"a frame or mask of clip {clip.name} cannot be read ({error}); fix it") from None
     sizes = {frame.shape[1:] for frame in frames} | {mask.shape for mask in masks}
     if len(sizes) > 1:
-        raise UserError(f"frames and masks of clip {clip.name} are not all of one size; mend it")
+        raise UserError(f"frames and masks of clip {clip.name} are not all of one size; fix it")
     return np.stack(frames), np.stack(masks)
 
 

@@ -143,7 +143,7 @@ def _is_unreadable(path: Path) -> bool:
 def difference(file: Path, facts: Facts) -> str | None:
     """Return how the description in a file differs from these facts, in words; None if it does not."""
     if not _is_description(file):
-        return f"settings that cannot be read, for {file.name} is damaged"
+        return f"settings that cannot be read, because {file.name} is damaged"
     about = read_json(file)
     about.setdefault("normalize", about.get("normalise"))  # its name in version 0.1
     for name, value in facts.items():

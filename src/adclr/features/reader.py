@@ -127,7 +127,7 @@ def _read_image(source: Source, decode: Callable[[bytes], Decoded], index: int) 
         lost = source.lost(index)
         if lost is not None:
             raise UserError(
-                f"{lost} does not exist or has disappeared; bring it back, or mend its path, and run it again"
+                f"{lost} does not exist or has disappeared; restore it or correct its path, and run it again"
             ) from None
         return error_reason(error)
     except Exception as error:

@@ -137,7 +137,7 @@ def loss_metrics(records: Sequence[RunRecord]) -> dict[str, Metric]:
     (count,) = counts if len(counts) == 1 else (None,)
     if not isinstance(count, int) or count < 2:
         return LOSSES
-    level = Level(math.log(count), f"ln {count}: uniform outputs")
+    level = Level(math.log(count), f"ln {count}, the loss of uniform outputs")
     return LOSSES | {name: LOSSES[name]._replace(level=level) for name in ("loss_global", "loss_query")}
 
 

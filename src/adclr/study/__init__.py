@@ -77,7 +77,7 @@ def run_study(
     if is_shipped:
         shipped.copy_results(study, store)
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
-    remedy = "choose another --results, or say --overwrite to replace it"
+    remedy = "choose another --results, or add --overwrite to replace it"
     outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)
     missing = [cell for cell in study.cells if not store.is_complete(study, cell)]
     title, done = printable(study.outline.title), len(study.cells) - len(missing)

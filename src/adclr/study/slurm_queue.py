@@ -141,7 +141,7 @@ class Queue:
         if lines:
             return lines[0].split("|")[3].split("_")[0]
         listed.unlink()
-        raise UserError(f"SLURM refused the runs ({reason}); mend --slurm")
+        raise UserError(f"SLURM refused the runs ({reason}); fix --slurm")
 
 
 def _read_queue(names: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ class Evaluation(Section):
         if self.is_time and self.recipe is not None:
             raise ValueError(f"{self.name} has no recipes; leave out recipe: {self.recipe}")
         if (self.data is None) != (self.name == TRAINING):
-            raise ValueError(f"evaluation {self.name} {'has no data' if self.data else 'needs data: NAME'}; mend that")
+            raise ValueError(f"evaluation {self.name} {'has no data' if self.data else 'needs data: NAME'}; fix it")
         return self
 
     @property

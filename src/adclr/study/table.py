@@ -16,7 +16,7 @@ from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.study.results import Results, get_score
-from adclr.study.study_file import SCENES, TRAINING, Evaluation, Study
+from adclr.study.study_file import SCENES, TRAINING, Cell, Evaluation, Study
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom, and one for more, which is near enough
 T_QUANTILES = (
@@ -136,7 +136,7 @@ def _describe_missing(study: Study, results: Results) -> list[str]:
     trained = [cell for cell in study.cells if results.read(cell) is not None]
     lines = []
     if missing:
-        names = "; ".join(dict.fromkeys(f"{cell.label}, seed {cell.seed}" for cell in missing[:MAX_NAMES]))
+        names = "; ".join(dict.fromkeys(map(_name_in_bold, missing[:MAX_NAMES])))
         more = "; ..." if len(missing) > MAX_NAMES else ""
         lines.append(f"**{len(missing)} of {len(study.cells)} runs are missing: {names}{more}.**")
     unscored = [{one.key for one in results.missing_evaluations(cell, study.outline.evaluations)} for cell in trained]
@@ -146,10 +146,15 @@ def _describe_missing(study: Study, results: Results) -> list[str]:
         lines.append(f"**Not scored yet: {', '.join(words)}.**")
     for title, one in study.outline.evaluations.items():
         scored = [cell for cell in trained if one.is_time and one.key in (results.read(cell) or {})["evaluations"]]
-        late = [f"{cell.label}, seed {cell.seed}" for cell in scored if get_score(results.read(cell), one) is None]
+        late = [_name_in_bold(cell) for cell in scored if get_score(results.read(cell), one) is None]
         if late:
             lines.append(f"**Not reached: {title}, by {'; '.join(late)}.**")
     return lines
+
+
+def _name_in_bold(cell: Cell) -> str:
+    """Return the name of a run for a sentence in bold, which the asterisk of ADCLR* would end."""
+    return f"{cell.label}, seed {cell.seed}".replace("*", r"\*")
 
 
 def summarize(rows: Rows, control: str | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def session(device: torch.device) -> Iterator[None]:
     except RuntimeError as error:
         if not any(words in str(error) for words in PEER_LOST):
             raise
-        raise UserError("another process of this run has ended, so this one does too; that one says why") from None
+        raise UserError("another process of this run has ended, so this one ends too; its message says why") from None
     finally:
         gc.collect()  # DDP's reducer holds the group in a cycle; left to the interpreter's end it can abort
         dist.destroy_process_group()

@@ -100,7 +100,7 @@ def check_writable(path: Path) -> None:
             parent = parent.parent
         writable = os.access(parent, os.W_OK | (os.X_OK if parent.is_dir() else 0))
         if writable and parent != path and not parent.is_dir():
-            raise UserError(f"{path} cannot be made, for {parent} is a file; choose another place")
+            raise UserError(f"{path} cannot be made, because {parent} is a file; choose another place")
     except OSError as error:
         raise UserError(f"{path} cannot be made ({error.strerror}); choose another place") from None
     if not writable:

@@ -30,7 +30,7 @@ from adclr.config.parsing import UserError
 AUTHOR = re.compile(rb"written[ _]by\W{1,5}adclr (\w+)")
 SEARCHED_BYTES = 2**14  # at either end of a file
 MAX_OLD_JSON = 2**26  # bytes of a JSON file that is read to see whether it is of version 0.1
-REMEDY = "choose another --out, or say --overwrite to replace it"
+REMEDY = "choose another --out, or add --overwrite to replace it"
 # Keys of the JSON files of version 0.1, beside "provenance"
 OLD_JSON = {
     "evaluate": ("scores", "settings"),

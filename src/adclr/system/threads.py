@@ -158,7 +158,7 @@ def _problem(error: Exception, file: str) -> str:
 
 def _problem_and_remedy(error: Exception, file: str) -> str:
     if isinstance(error, StalledError):
-        return f"{_problem(error, file)}, twice; see to the disk or network it lies on, or remove it"
+        return f"{_problem(error, file)}, twice; check the disk or network it lies on, or remove it"
     return f"{_problem(error, file)}, twice; lower data.num_workers, or start another run with less data.max_side"
 
 
@@ -166,7 +166,7 @@ class StalledError(UserError):
     """No thread has finished a task for so long that none will."""
 
     def __init__(self) -> None:
-        super().__init__("no image has come for a minute; see to the disk or network the images lie on")
+        super().__init__("no image has come for a minute; check the disk or network the images lie on")
 
 
 class ThreadPool:

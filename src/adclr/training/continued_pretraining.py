@@ -103,7 +103,7 @@ def load_init(method: ADCLR, settings: Settings) -> str:
                 state["pos_embed"] = weights.vit.positions(backbone.grid).clone()
         fit_tensors(initial, state, path)
         if (weights.vit.num_heads, weights.vit.patch_size) != (backbone.num_heads, backbone.patch_size):
-            raise UserError(f"{path} is of other heads or patches than the settings; use the weights it began with")
+            raise UserError(f"{path} has other heads or patches than the settings; use the weights it began with")
         backbone.load_state_dict(state)
     return weights.fingerprint()
 
@@ -225,8 +225,8 @@ def describe_decline(first: Mapping[str, float], scores: Mapping[str, float]) ->
         return None
     before, now = first.get("effective_rank", 0.0), scores.get("effective_rank", 0.0)
     if now < MIN_RANK * before:
-        return f"features spread in {now:.1f} directions where they began with {before:.1f}; {remedy}"
+        return f"the effective rank of [CLS] is {now:.1f}, and was {before:.1f} at the start; {remedy}"
     cosine = scores.get("drift_cosine", 1.0)
     if cosine < MIN_COSINE:
-        return f"little is left of the features it began with, their cosine is {cosine:.2f} in the mean; {remedy}"
+        return f"the features differ much from those at the start: their mean cosine is {cosine:.2f}; {remedy}"
     return None

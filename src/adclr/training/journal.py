@@ -230,7 +230,7 @@ class Journal:
         for step, losses in void if self.main else ():
             cause = "a loss" if None in losses else "a gradient"
             if not self.num_voided:
-                self.say(f"step {step} was void, for {cause} was not finite; voided.jsonl says of which images")
+                self.say(f"step {step} had no effect, because {cause} was not finite; voided.jsonl lists its images")
             if self.num_voided < MAX_VOIDED_ROWS:
                 row = {"step": step, "epoch": (step - 1) // self.schedules.steps_per_epoch, "cause": cause}
                 row |= {"losses": dict(zip(self.meter.names, losses, strict=True)), "keys": self.keys(step)}
@@ -240,7 +240,7 @@ class Journal:
         if last >= most or (done == self.schedules.total_steps and last >= done - self.start > 0):
             first = done - last + 1
             raise UserError(
-                f"the last {last} steps were void, their losses or gradients not finite; look where it begins by "
+                f"the last {last} steps had no effect: their losses or gradients were not finite; find the cause with "
                 f"adclr {self.settings.command} --out {self.run.path} --replay {first}, or choose another --out and a "
                 "lower optim.lr, a longer optim.warmup_epochs or train.precision=float32"
             )
@@ -263,7 +263,7 @@ class Journal:
                 logger.log(step, numbers)
             except Exception as error:  # each package has its own; none should end the run
                 self.loggers.remove(logger)
-                self.say(f"{type(logger).__name__} gets no more curves, for it failed ({error}); metrics.jsonl has all")
+                self.say(f"{type(logger).__name__} failed and gets no more curves ({error}); metrics.jsonl has all")
 
     def score(self, step: int, probe: Probe, signals: Signals) -> None:
         """Score the teacher, write and print the scores; the time is not counted as training."""

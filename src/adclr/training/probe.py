@@ -157,7 +157,7 @@ def describe_own_images(scores: Mapping[str, float], finding: str | None = None)
     """Return a sentence on these scores; `finding` is the last on the run's health."""
     verdict = "it has learned" if scores["has_learned"] else "no clear sign that it has learned"
     if finding is not None:
-        verdict = f"not to be trusted, for there is a {finding}"
+        verdict = f"not to be trusted, because there is a {finding}"
     return f"{_describe_matching(scores)}: {verdict}"
 
 
@@ -172,7 +172,7 @@ def summarize(rows: list[dict[str, Any]], finding: str | None = None) -> str | N
     )
     verdict = "it has learned" if matching.has_learned(first, last) else "no clear sign that it has learned"
     if finding is not None:
-        verdict = f"not to be trusted, for there is a {finding}"
+        verdict = f"not to be trusted, because there is a {finding}"
     images, patches = (f"{last[n]:.1f} % (untrained: {first[n]:.1f} %)" for n in ("image_matching", "patch_matching"))
     return (
         f"on {last['num_images']:.0f} held-out images, the nearest neighbor of a view is the other view of its image "

@@ -186,11 +186,11 @@ def _describe(result: dict[str, Any]) -> str:
     """Return the result as lines of text."""
     step = result["step"]
     if not result["void"] and not result["images"]:
-        return f"step {step} is good here, its loss {result['losses']['loss']:.4f}"
-    lines = [f"step {step} is {'void' if result['void'] else 'good as a whole, but not of some images alone'}"]
+        return f"step {step} is finite here, its loss is {result['losses']['loss']:.4f}"
+    lines = [f"step {step} is {'void' if result['void'] else 'finite as a whole, but not for some images alone'}"]
     if result["weights_not_finite"]:
         lines.append(f"the weights are not finite already: {', '.join(result['weights_not_finite'][:3])}")
-    lines += [f"image {image['path']}" for image in result["images"]] or ["no image makes it so alone"]
+    lines += [f"image {image['path']}" for image in result["images"]] or ["no single image causes it"]
     if "first_operation" in result:
         lines.append(f"first made by {result['first_operation'] or 'something that happens on the GPU only'}")
         if not result["input_finite"]:

@@ -191,7 +191,11 @@ def write_network(
 
 
 def load(weights: str | os.PathLike[str], partial: bool = False) -> VisionTransformer:
-    """Return the backbone of a run (its teacher, the latest if unfinished) or of any W (see above), in eval mode."""
+    """Return the backbone of a run (its teacher; the latest if unfinished) or of other weights, in eval mode.
+
+    `weights` is whatever the commands take: the directory of a run, a file or folder of weights, a URL, or timm:NAME.
+    With `partial`, parts that the weights lack are initialized at random.
+    """
     return load_weights(weights, partial).vit
 
 
@@ -202,7 +206,7 @@ def load_weights(
     show: bool = True,
     networks: bool = False,
 ) -> Weights:
-    """Return a W as a backbone and how its images are normalized.
+    """Return weights as a backbone, and how its images are normalized.
 
     With `networks` it can be a student of a distillation that is no ViT, such as a ResNet; otherwise that is refused.
 
@@ -304,9 +308,9 @@ def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weight
     except UserError as error:
         if not described:
             raise
-        raise UserError(f"what is said of {path} does not fit: {error}") from None
+        raise UserError(f"the description of {path} does not fit: {error}") from None
     except ValueError as error:
-        raise UserError(f"the description of {path} is of no possible backbone: {error}; restore it") from None
+        raise UserError(f"the description of {path} does not fit any backbone: {error}; restore it") from None
     if vit.num_channels != 3 and not {"mean", "std"} <= described.keys():
         raise UserError(
             f"{path} takes images of {vit.num_channels} channels, and nothing says their mean and deviation; "
@@ -347,9 +351,9 @@ def _assumptions(
     if "num_heads" not in known:
         assumptions.append(f"num_heads={vit.num_heads}, by the width of {vit.dim}")
     if "mean" not in described and layout.name in ("timm", "timm DINOv3", "DINOv3"):
-        assumptions.append("mean and deviation of ImageNet, for nothing says others")
+        assumptions.append("mean and deviation of ImageNet, since the weights name no others")
     if "position_embedding" not in known and vit.position_embedding == "rotary":
-        assumptions.append("rotary positions as DINOv3 has them, for the weights store none")
+        assumptions.append("rotary positions as DINOv3 has them, since the weights store none")
     if "position_resampling" not in known and vit.position_embedding == "learned":
         size = "x".join(map(str, vit.input_size))
         assumptions.append(

@@ -125,7 +125,7 @@ def rename_tensors(
         of_class_head = inner.startswith(CLASS_HEAD)
         key = _rename(inner.removeprefix(CLASS_HEAD), CLASS_HEAD_NAMES if of_class_head else names)
         if key in state:
-            raise UserError(f"{path} has {key} twice, as {origin[key][0]} and as {full}; it is no state of a ViT")
+            raise UserError(f"{path} has {key} twice, as {origin[key][0]} and as {full}; it is not the state of a ViT")
         state[key], origin[key] = tensors[full], (full,)
     if any(inner.startswith(CLASS_HEAD) for inner in inside):
         _add_layer_scale(state, origin)
@@ -154,7 +154,7 @@ def _check_numbers(key: str, tensor: Tensor, path: str) -> Tensor:
     """Return a tensor in float32; refuse numbers that are not finite, and tokens of another shape."""
     values = tensor.float() if tensor.is_floating_point() else None
     if values is None or not values.isfinite().all():
-        raise UserError(f"{path} holds numbers that are not finite in {key}; these weights are of no use")
+        raise UserError(f"{path} holds numbers that are not finite in {key}; these weights cannot be used")
     if key.endswith(("reg_token", "register_tokens", "storage_tokens", "cls_token")) and (
         values.dim() != 3 or values.shape[0] != 1
     ):
@@ -256,7 +256,7 @@ def _fill_biases(
             state[f"{start}qkv.bias"] = torch.cat([bias[:width], torch.zeros(width), bias[2 * width :]])
         elif bias[width : 2 * width].any():
             raise UserError(
-                f"{path} has biases of attention keys ({start}), which a ViT with rotary positions has not here; "
+                f"{path} has biases of attention keys ({start}), which ViTs with rotary positions do not have here; "
                 "use other weights"
             )
 
@@ -352,10 +352,10 @@ def _count_positions(named: NamedTensors, path: str, grid: tuple[int, int] | Non
         patches = total - num_prefix
         if patches > 0 and (patches == grid[0] * grid[1] if grid else math.isqrt(patches) ** 2 == patches):
             return num_prefix, patches
-    expected = f"the {grid[0]}x{grid[1]} patches it is said to have" if grid else "a square image"
+    expected = f"the {grid[0]}x{grid[1]} patches of its input_size" if grid else "a square image"
     raise UserError(
         f"{path} has {total} positions, which are not those of {expected}; "
-        "say its input_size in a .json of the same name beside it, or use another"
+        "write its input_size into a .json of the same name beside it, or use another"
     )
 
 

@@ -105,9 +105,9 @@ def build_network(name: str, input_size: tuple[int, int], num_channels: int = 3,
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"the student {name} cannot be used: {reason}; its {needs}") from None
     if not tokens.cls.isfinite().all() or not tokens.patches.isfinite().all():
-        raise UserError(f"the student {name} gives features that are not finite for an image of noise; mend it")
+        raise UserError(f"the student {name} gives features that are not finite for an image of noise; fix it")
     if not tokens.cls.requires_grad or not tokens.patches.requires_grad:
-        raise UserError(f"the student {name} has features without a gradient, so nothing would be learned; mend it")
+        raise UserError(f"the student {name} has features without a gradient, so nothing would be learned; fix it")
     _freeze_unused(network, tokens.cls.sum() + tokens.patches.sum())
     network.load_state_dict(state)  # with the running statistics that it had
     return network
@@ -161,11 +161,11 @@ def _user_model(name: str) -> nn.Module:
     try:
         model = function()
     except Exception as error:  # of the user's code
-        raise UserError(f"{name} fails ({type(error).__name__}: {error}); mend it, or check its arguments") from None
+        raise UserError(f"{name} fails ({type(error).__name__}: {error}); fix it, or check its arguments") from None
     if not isinstance(model, nn.Module):
-        raise UserError(f"{name} returns {_describe(model)}, not a torch.nn.Module; mend it")
+        raise UserError(f"{name} returns {_describe(model)}, not a torch.nn.Module; fix it")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"{name} returns a module without parameters to train; mend it")
+        raise UserError(f"{name} returns a module without parameters to train; fix it")
     return model
 
 
@@ -182,7 +182,7 @@ def restore_network(values: dict[str, Any], tensors: dict[str, Tensor], path: st
     try:
         description = parsing.validate_settings(NetworkDescription, values)
     except UserError as error:
-        raise UserError(f"the description of {path} is of no possible network: {error}; restore it") from None
+        raise UserError(f"the description of {path} does not fit any network: {error}; restore it") from None
     if not description.network.startswith(TIMM):
         raise UserError(
             f"{path} is of the network of your function {description.network}, which is not called because a file "

@@ -54,7 +54,7 @@ def from_file(path: Path, branch: str = "") -> StoredWeights:
     file = path.with_suffix(".json")
     description = read_json(file) if file.exists() else {}
     if not isinstance(description, dict):
-        raise UserError(f"{file} is not a description of weights; mend it or move it away")
+        raise UserError(f"{file} is not a description of weights; fix it or move it away")
     return replace(_read(path, branch), description=description)
 
 
@@ -100,7 +100,7 @@ def _select_state(content: Any, branch: str, path: str) -> tuple[dict[str, Tenso
         raise UserError(f"{path} holds no tensors; give a file of weights")
     for key in tensors:
         if not isinstance(key, str) or not key.isprintable() or len(key) > 500:
-            raise UserError(f"{path} holds a tensor whose name cannot be read; it is no file of weights")
+            raise UserError(f"{path} holds a tensor whose name cannot be read; it is not a file of weights")
     return {key: check_plain(key, value, path) for key, value in tensors.items()}, name
 
 
@@ -164,7 +164,7 @@ def _describe_huggingface(folder: Path, config: _Config) -> dict[str, Any]:
     gated = config.model_type == "dinov3_vit" and config.use_gated_mlp
     if config.use_swiglu_ffn or config.hidden_act != ("silu" if gated else "gelu"):
         act = "SwiGLU" if config.use_swiglu_ffn else config.hidden_act
-        raise UserError(f"{folder} has an MLP with {act}, which this ViT has not; use other weights")
+        raise UserError(f"{folder} has an MLP with {act}, which this ViT does not have; use other weights")
     normalization, eps = HF_TYPES[config.model_type]
     size, patch = config.image_size, config.patch_size
     if isinstance(patch, tuple) and patch[0] != patch[1]:
@@ -237,7 +237,7 @@ def from_timm(name: str) -> StoredWeights:
         type(activation).__name__ != ("SiLU" if gated else "GELU")
         or getattr(activation, "approximate", "none") != "none"
     ):
-        raise UserError(f"timm's {name} has an MLP without plain GELU, which this ViT has not; choose another")
+        raise UserError(f"timm's {name} has an MLP without plain GELU, which this ViT does not have; choose another")
     file = _cached_file(config) if config else None
     if config is None or file is None:
         raise UserError(

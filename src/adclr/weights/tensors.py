@@ -86,7 +86,7 @@ def _refused(path: Path, error: str) -> UserError:
     requested = re.search(r"GLOBAL ([\w.]+)", error)
     if requested:
         return UserError(
-            f"{path} wants {requested[1]} to be loaded, which is not data, so nothing of it was; "
+            f"{path} needs {requested[1]}, which is code and not data, so it was not loaded; "
             "use a file of tensors alone, best a .safetensors"
         )
     return UserError(f"{path} is not a whole torch file of tensors; restore it or use another")
@@ -193,7 +193,7 @@ def cover(
         extra = f"has {unknown[0]}, which this architecture does not"
         problem = f"{problem} and {extra}" if problem else extra
     if problem:
-        remedy = "make such of them with adclr export --partial" if partial is None else "say --partial"
+        remedy = "complete them with adclr export --partial" if partial is None else "add --partial"
         raise UserError(
             f"{path} is of another architecture: it {problem}; use weights that cover the backbone, or {remedy}"
         )

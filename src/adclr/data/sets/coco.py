@@ -136,15 +136,15 @@ def _assemble(root: Path, file: Path, split: str, content: dict[str, Any], drop_
         or not categories
         or len({c for c, _ in categories}) < len(categories)
     ):
-        raise UserError(f"{file} has categories without an id and a name, or two of one id; mend them")
+        raise UserError(f"{file} has categories without an id and a name, or two of one id; fix them")
     rows = content["images"]
     for row in rows:
         values = [row.get(key) for key in ("id", "width", "height")]
         if not all(_is_whole(n) for n in values) or min(values[1:]) < 1 or not isinstance(row.get("file_name"), str):
-            raise UserError(f"{file} has an image without id, width, height or file_name: {str(row)[:80]}; mend it")
+            raise UserError(f"{file} has an image without id, width, height or file_name: {str(row)[:80]}; fix it")
     numbers = [int(row["id"]) for row in rows]
     if not rows or len(set(numbers)) < len(numbers):
-        raise UserError(f"{file} lists no image, or two of one id; mend it")
+        raise UserError(f"{file} lists no image, or two of one id; fix it")
     names = [os.path.normpath(row["file_name"]) for row in rows]
     folder = _folder(root, split, names)
     missing = [n for n in names if os.path.isabs(n) or n.startswith("..") or not os.path.isfile(folder / n)]
@@ -167,7 +167,7 @@ def _assemble(root: Path, file: Path, split: str, content: dict[str, Any], drop_
         except (ValueError, TypeError, OverflowError) as error:
             problems.append(f"object {number!r} of {file.name} {error}"[:200])
     if not drop_bad:
-        refuse(problems, "mend them, or set drop_bad=true to leave them out")
+        refuse(problems, "fix them, or set drop_bad=true to leave them out")
     elif problems:
         print(printable(f"{len(problems)} objects of {file} are left out, first: {problems[0]}"))
     classes, category_ids = [name for _, name in categories], [number for number, _ in categories]
@@ -264,7 +264,7 @@ def check(splits: Sequence[Instances], num_workers: int | None = None, show: boo
         return f"{name} is {size[1]}x{size[0]} pixels where its json says {expected[1]}x{expected[0]}"
 
     items = [(split, index) for split in splits for index in range(len(split.photos))]
-    check_each(items, problem_of, "mend the images or the json", "checking images", num_workers, show)
+    check_each(items, problem_of, "fix the images or the json", "checking images", num_workers, show)
 
 
 def fill_mask(mask: Mask, height: int, width: int) -> NDArray[np.uint8]:

@@ -103,4 +103,4 @@ def check(clips: list[Clip]) -> None:
 
 
 def _remedy(folder: Path) -> str:
-    return f"mend the clips in {folder} or take them off the list"
+    return f"fix the clips in {folder} or take them off the list"

@@ -150,7 +150,7 @@ def read_label(data: bytes, max_pixels: int = 100_000_000) -> NDArray[np.uint16]
     except Exception as error:  # decoders raise more kinds of error than they document
         raise Unreadable(f"cannot be read ({type(error).__name__})") from None
     if values.ndim != 2 or values.min(initial=0) < 0 or values.max(initial=0) >= 2**16:
-        raise Unreadable("has values that are no class numbers")
+        raise Unreadable("has values that are not class numbers")
     return values.astype(np.uint16)
 
 
@@ -189,7 +189,7 @@ def _segmented(train: Pairs, val: Pairs, classes: list[str], ignore: int, reduce
     if not len(train) or not len(val):
         raise UserError(f"{train.root} has too few images to be split; give images/train and images/val")
     if not reduced and ignore < len(classes):
-        raise UserError(f"ignore={ignore} is the number of the class {classes[ignore]}; choose one that is no class's")
+        raise UserError(f"ignore={ignore} is the number of the class {classes[ignore]}; choose another number")
     return Segmented(train, val, classes, Numbering(len(classes), ignore, reduced))
 
 
@@ -238,7 +238,7 @@ def _read_classes(root: Path, split: str, ignore: int) -> list[str]:
             raise UserError(f"{file} gives two classes one number; number each its own")
         numbered.pop(ignore, None)
         if sorted(numbered) != list(range(len(numbered))):
-            raise UserError(f"the numbers in {file} do not run from 0 to {len(numbered) - 1}; number them so")
+            raise UserError(f"the numbers in {file} do not run from 0 to {len(numbered) - 1}; renumber the classes")
         names = [numbered[number] for number in range(len(numbered))]
     else:
         names = [line.strip() for line in lines]
@@ -268,4 +268,4 @@ def check(segmented: Segmented, num_workers: int | None = None, show: bool = Tru
 
 
 def _remedy(labels: Path) -> str:
-    return f"mend the labels in {labels} or take these images out"
+    return f"fix the labels in {labels} or take these images out"

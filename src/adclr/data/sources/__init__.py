@@ -139,7 +139,7 @@ def parse_list(file: str | Path, content: bytes) -> dict[str, str]:
     """Return the label of each path of a list, in order; empty where there is none."""
     text = content.decode("utf-8-sig", errors="surrogateescape")
     if "\0" in text:
-        raise UserError(f"list {file} is not text in UTF-8; write it as such")
+        raise UserError(f"list {file} is not text in UTF-8; save it in UTF-8")
     rows = [line.rstrip("\r").partition("\t") for line in text.split("\n") if line.strip()]
     labels = {path.strip(): label.strip() for path, _, label in rows}
     if not labels:

@@ -26,7 +26,7 @@ class HuggingFace(Source):
             hint = (
                 f"it holds splits; name one of them, such as hf:{path}/train" if splits.exists() else "check the path"
             )
-            raise UserError(f"{path} is no data set written by save_to_disk; {hint}")
+            raise UserError(f"{path} is not a data set written by save_to_disk; {hint}")
         try:
             dataset: Any = datasets.load_from_disk(path)
         except Exception as error:  # of many kinds, all about what is on the disk

@@ -152,7 +152,7 @@ def _read_shards(shards: Sequence[str], facts: Facts, open_shard: Opener, storag
                 members = pending.popleft().result()
             except tarfile.TarError as error:
                 raise UserError(
-                    f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or mend it"
+                    f"shard {shard} cannot be read as an uncompressed tar file ({error}); unpack or fix it"
                 ) from None
             except OSError as error:
                 raise UserError(f"shard {shard} cannot be read ({error.strerror}); check the path") from None

@@ -116,7 +116,7 @@ def _try_again(url: str, call: Callable[[], T]) -> T:
                 _down[scheme_of(url)] = time.monotonic()
                 reason = _reason(error)
                 raise StoreError(
-                    f"{url} cannot be reached ({reason}; {tries} tries); see to the "
+                    f"{url} cannot be reached ({reason}; {tries} tries); check the "
                     "network or the store, and run the same command again"
                 ) from None
         time.sleep(wait * random.uniform(0.5, 1.0))

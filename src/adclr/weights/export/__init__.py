@@ -40,13 +40,13 @@ def export(
     input_size: int | tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> Path | str:
-    """Write a W into the folder or URL `out` for another program, and print what was written.
+    """Write weights into the folder or URL `out` for another program, and print what was written.
 
-    An earlier export is replaced if nobody has changed its files; with `overwrite` any files of the same names are.
-    Other files in the folder stay.
+    `to` is timm, huggingface, onnx or safetensors. An earlier export is replaced if its files were not changed since,
+    and with `overwrite` in any case. Other files in the folder stay.
     """
     if to not in WRITERS:
-        raise UserError(f"there is no export to {to!r}; choose {', '.join(WRITERS)}")
+        raise UserError(f"cannot export to {to!r}; choose {', '.join(WRITERS)}")
     url = conceal(os.fspath(out))
     if is_remote(url):
         with store_mirror.uploaded(url, RECORD) as copy:

@@ -275,7 +275,7 @@ def _huggingface(weights: Weights, folder: Path) -> Export:
     _check_class(vit, "transformers")
     (height, width), registers, rotary = vit.input_size, _with_registers(vit), vit.pos_embed is None
     if height != width:
-        raise UserError(f"Hugging Face's positions are square, not of {height}x{width} pixels; say --input-size")
+        raise UserError(f"Hugging Face's positions are square, not of {height}x{width} pixels; add --input-size")
     kind, name = ("dinov2_with_registers", "Dinov2WithRegistersModel") if registers else ("dinov2", "Dinov2Model")
     values: dict[str, Any] = {
         "architectures": [name],
