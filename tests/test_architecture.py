@@ -29,8 +29,7 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional"),
-    *("system.locks", "system.outputs"),
+    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.optional", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("system.stores", "system.store_urls", "data.sources", "data.listing", "data.listing_builder", "data.key_order"),
     *("data.collection", "data.decode"),
@@ -132,8 +131,8 @@ def violations(source: Path) -> list[str]:
                     reasons.append(f"{package} comes before {top}")
                 if package == "model" and top == "system" and target not in MODEL_MAY_IMPORT:
                     reasons.append("model knows tensors only")
-                if package == "data" and top == "model" and target != "model.view_tensors":
-                    reasons.append("data takes model.view_tensors alone")
+                if package == "data" and top == "model" and target != "model.named_tensors":
+                    reasons.append("data takes model.named_tensors alone")
                 if package == "weights" and top == "data" and target != "data.decode":
                     reasons.append("weights take data.decode alone")
                 if package == "evals" and target in METHOD:
@@ -244,7 +243,7 @@ UPWARD = [
     ("config/settings.py", "from adclr.data.random_draws import key_of", "config comes before data"),
     ("model/vit.py", "from adclr.system import files", "model knows tensors only"),
     ("model/vit.py", "import os", "model knows tensors only"),
-    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.view_tensors alone"),
+    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.named_tensors alone"),
     ("evals/knn.py", "from adclr.model.losses import anything", "evaluations do not know how weights were trained"),
     ("evals/knn.py", "def f():\n    from adclr.training import loop", "evals comes before training"),
     ("training/step.py", "from adclr.study import table", "training comes before study"),
