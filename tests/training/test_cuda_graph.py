@@ -18,8 +18,8 @@ from torch import Tensor
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.model.named_tensors import Views
 from adclr.model.ops import attention
-from adclr.model.view_tensors import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
 from adclr.training.cuda_graph import RecordedStep, RecordingError
 from adclr.training.step import Step
