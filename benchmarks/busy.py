@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adclr.data.sets import scenes
-from adclr.system import machine, openmp
+from adclr.system import machine
 from adclr.system.files import write_json
 from adclr.system.runs import Run, provenance
 
@@ -68,7 +68,7 @@ def steps(run: Run) -> list[float]:
 
 def measure(folder: Path, images: Path, runs: int, busy: int, waiting: str, given: argparse.Namespace) -> float:
     """Returns the mean images/s of so many runs at once beside so many busy processes."""
-    names = (*openmp.WAIT_VARIABLES, *openmp.THREAD_VARIABLES)
+    names = (*machine.WAIT_VARIABLES, *machine.THREAD_VARIABLES)
     environment = {name: value for name, value in os.environ.items() if name not in names} | WAITING[waiting]
     words = [f"{name}={value}" for name, value in (SETTINGS | (TINY if given.tiny else {})).items()]
     results = [Run(folder / f"run{number}") for number in range(runs)]

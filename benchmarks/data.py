@@ -29,14 +29,13 @@ from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
-from adclr.data.feed import Feed
+from adclr.data.feed import Feed, Prefetcher
 from adclr.data.nvjpeg import GpuDecoder
 from adclr.data.packed import pack
-from adclr.data.prefetch import Prefetcher
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder
 from adclr.data.view_plan import plan_batch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system.machine import cpu_count
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,8 +28,7 @@ ORDER = (
 )
 # Modules that may be imported before torch: `adclr --help` and refusing a mistake do not wait for it.
 WITHOUT_TORCH = (
-    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.openmp", "system.optional"),
-    *("system.locks", "system.outputs"),
+    *("config", "cli", "system.arguments", "system.files", "system.machine", "system.optional", "system.outputs"),
     *("system.progress", "system.runs", "system.text", "system.threads"),
     *("system.stores", "system.store_urls", "data.sources", "data.listing", "data.listing_builder", "data.key_order"),
     *("data.collection", "data.decode"),
@@ -132,8 +130,8 @@ def violations(source: Path) -> list[str]:
                     reasons.append(f"{package} comes before {top}")
                 if package == "model" and top == "system" and target not in MODEL_MAY_IMPORT:
                     reasons.append("model knows tensors only")
-                if package == "data" and top == "model" and target != "model.view_tensors":
-                    reasons.append("data takes model.view_tensors alone")
+                if package == "data" and top == "model" and target != "model.named_tensors":
+                    reasons.append("data takes model.named_tensors alone")
                 if package == "weights" and top == "data" and target != "data.decode":
                     reasons.append("weights take data.decode alone")
                 if package == "evals" and target in METHOD:
@@ -244,7 +242,7 @@ UPWARD = [
     ("config/settings.py", "from adclr.data.random_draws import key_of", "config comes before data"),
     ("model/vit.py", "from adclr.system import files", "model knows tensors only"),
     ("model/vit.py", "import os", "model knows tensors only"),
-    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.view_tensors alone"),
+    ("data/feed.py", "from adclr.model.vit import VisionTransformer", "data takes model.named_tensors alone"),
     ("evals/knn.py", "from adclr.model.losses import anything", "evaluations do not know how weights were trained"),
     ("evals/knn.py", "def f():\n    from adclr.training import loop", "evals comes before training"),
     ("training/step.py", "from adclr.study import table", "training comes before study"),
@@ -293,25 +291,61 @@ def test_no_module_is_a_drawer_for_everything() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST, name
 
 
-def test_a_function_that_only_its_own_file_uses_begins_with_an_underscore() -> None:
-    """A function without one is called by another module, a test, a benchmark or a page."""
-    files = [
-        *SOURCE.rglob("*.py"),
-        *(p for folder in ("tests", "benchmarks", "docs") for p in (ROOT / folder).rglob("*")),
-    ]
-    words = {
-        path: set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-        for path in files
-        if path.suffix in (".py", ".md") and path.is_file()
+class Uses(NamedTuple):
+    """What a Python file may take from our modules."""
+
+    imported: frozenset[tuple[str, str]]  # (module, name)
+    modules: frozenset[str]  # that it imports, or names in a string
+    names: frozenset[str]  # behind a dot or in a string
+
+    def include(self, module: str, name: str) -> bool:
+        """Return whether the file may use this name of this module."""
+        return (module, name) in self.imported or (module in self.modules and name in self.names)
+
+
+@cache
+def _uses(source: str, known: frozenset[str]) -> Uses:
+    nodes = list(ast.walk(ast.parse(source)))
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    imported = {
+        (node.module.removeprefix("adclr."), alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
     }
-    count = Counter(word for contents in words.values() for word in contents)
-    public = [
-        f"{path.relative_to(SOURCE)}: {node.name}"
-        for path in SOURCE.rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and count[node.name] == 1
+    used = {i.module for i in _parse_imports(source, known)} | {string.removeprefix("adclr.") for string in strings}
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | strings
+    return Uses(frozenset(imported), frozenset(used & known), frozenset(names))
+
+
+def unused_public_functions(source: Path) -> list[str]:
+    """Return the functions without an underscore that no other module, test, benchmark, script or page names."""
+    known = modules(source)
+    texts = {path: path.read_text(encoding="utf-8") for path in (*known.values(), source / "__init__.py")}
+    for folder in ("tests", "benchmarks", "docs"):
+        texts |= {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    uses = {path: _uses(text, frozenset(known)) for path, text in texts.items()}
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    on_pages = set(re.findall(r"`(?:\w+\.)*(\w+)`", pages))
+    return [
+        f"{name}: {node.name}"
+        for name, path in known.items()
+        for node in ast.parse(texts[path]).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in {"main", *on_pages}
+        if not (node.name == "run" and name.startswith("evals."))  # of an evaluation, imported by its name
+        if not any(use.include(name, node.name) for file, use in uses.items() if file != path)
     ]
-    assert public == []
+
+
+def test_a_function_that_only_its_own_file_uses_begins_with_an_underscore() -> None:
+    assert unused_public_functions(SOURCE) == []
+
+
+def test_a_public_function_that_nothing_uses_is_noticed(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    with (copy / "evals/iou.py").open("a") as text:
+        text.write("\ndef describe():\n    return describe\n")  # other modules have functions of this name
+    assert unused_public_functions(copy) == ["evals.iou: describe"]
 
 
 def test_run_and_settings_are_the_shape_of_an_evaluation() -> None:

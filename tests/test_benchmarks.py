@@ -150,10 +150,14 @@ def test_the_files_of_a_step_are_counted() -> None:
     assert {"training/loop.py", "training/journal.py", "data/feed.py", "data/view_plan.py"} <= step - arithmetic
     assert {"training/step.py", "model/method.py", "model/vit.py", "model/losses.py", "model/optim.py"} <= arithmetic
     assert arithmetic <= step
-    assert len(step) <= 36, sorted(step)  # a step must not spread over more files than today
-    assert len(arithmetic) <= 13, sorted(arithmetic)
-    assert "evals/incontext.py" in files["evaluate incontext"]
-    assert "features/embedding.py" in files["embed"] - files["evaluate incontext"]
+    incontext, embed = files["evaluate incontext"], files["embed"]
+    assert "evals/incontext.py" in incontext
+    assert "features/embedding.py" in embed - incontext
+    # none must spread over more files than today; where a step is slow, a line of progress is printed in it
+    assert len(step - {"system/text.py"}) <= 33, sorted(step)
+    assert len(arithmetic) <= 11, sorted(arithmetic)
+    assert len(incontext) <= 48, sorted(incontext)
+    assert len(embed) <= 40, sorted(embed)
 
 
 def test_the_step_of_a_distillation_is_timed(tmp_path: Path) -> None:

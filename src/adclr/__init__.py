@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'adclr' has no attribute {name!r}")
 
-    from adclr.system import openmp
+    from adclr.system import machine
 
-    with openmp.passive_waiting():
+    with machine.passive_waiting():
         value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

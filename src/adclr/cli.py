@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adclr import __version__
-from adclr.system import locks, openmp
+from adclr.system import files, machine
 from adclr.system.arguments import Parser, attach_value, count, format_rows, positive, seed
 from adclr.system.store_urls import conceal
 from adclr.system.text import printable
@@ -83,7 +83,6 @@ def _list_recipes(kind: str = "") -> None:
 def _train(options: Namespace, values: dict[str, Any], kind: Any) -> None:
     """Pretrain or distill; `kind` is the class of the settings."""
     _require(options, "out", "no output directory was named; give --out RUN")
-    from adclr.system import machine
     from adclr.training import launch
 
     values |= {"data.check": options.check} if options.check else {}
@@ -361,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # a name the terminal cannot show must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    openmp.configure()  # before a command imports torch
+    machine.configure_openmp()  # before a command imports torch
     try:
         _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -390,7 +389,7 @@ def _main(arguments: list[str]) -> None:
         if options.help or options.help_all:
             _print_help(options)
         else:
-            locks.check_system()
+            files.check_system()
             options.run(options, parse_words(words))
     except UserError as error:
         print(f"adclr: {printable(str(error))}", file=sys.stderr)

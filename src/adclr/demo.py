@@ -59,7 +59,7 @@ def run_demo(out: Path, seed: int, overwrite: bool = False) -> None:
     results = json.loads((folder / "results.json").read_text())
     before, after = (results["probes"][i]["knn_top1"] for i in (0, -1))
     shown = [scenes.scene(seed, NUM_TRAIN + index, SIZE) for index in SHOWN]
-    drawing.save_picture(picture, draw(load_weights(folder), shown), "demo")
+    drawing.save_picture(picture, _draw(load_weights(folder), shown), "demo")
     print(f"kNN accuracy before training {before:.1f} %, after {after:.1f} %: {after - before:+.1f} points")
     print(f"the run:     {folder}")
     print(f"the weights: {folder}/backbone.safetensors")
@@ -67,7 +67,7 @@ def run_demo(out: Path, seed: int, overwrite: bool = False) -> None:
     print(f"{time.monotonic() - started:.0f} seconds")
 
 
-def draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
+def _draw(weights: Weights, shown: Sequence[Scene]) -> Image.Image:
     """Return a sheet with a row for each scene: queries, attention of `[CLS]` and queries, similarity, components."""
     patch = weights.vit.patch_size
     inputs = [analysis.prepare_image(scenes.KINDS[s.kind], s.image.transpose(2, 0, 1), 2 * SIZE, patch) for s in shown]

@@ -14,7 +14,7 @@ from adclr.data.batches import TrainingBatches
 from adclr.data.decode import Decoder
 from adclr.data.feed import Feed
 from adclr.data.sources import ImageFolder
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system import distributed
 from tiny import tiny
 

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 
 import adclr as package
 from adclr import cli
-from adclr.config.parsing import UserError
+from adclr.config.parsing import UserError, free_settings
 from adclr.data.decode import Decoder
 from adclr.data.sources import ImageFolder
 from adclr.features import embedding, embedding_files, reader
-from adclr.features.embedding import Network
+from adclr.features.embedding import EmbeddingSettings, Network
 from adclr.features.embedding_files import Parts
 from adclr.features.reader import SameSize, center_crop, whole_image
 from adclr.weights.backbone import Weights, architecture, architecture_of, load_weights, save_backbone
@@ -307,6 +307,13 @@ def test_what_is_finished_is_left_alone_and_anything_else_refused(weights: Path,
     (photos / "c0" / "00.png").unlink()
     with pytest.raises(UserError, match="made with other images"):
         package.embed(weights, photos, out=out)
+
+
+def test_a_setting_may_differ_on_resume_if_its_field_says_so(weights: Path) -> None:
+    free = free_settings(EmbeddingSettings, "resume")
+    assert free == {"batch_size", "num_workers", "device", "check", "shared"}
+    facts = Network(load_weights(weights), EmbeddingSettings(), False, torch.device("cpu")).facts()
+    assert set(EmbeddingSettings.model_fields) - set(facts) == free
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from adclr.data.packed import pack
 from adclr.data.random_draws import key_of
 from adclr.data.sets import scenes
 from adclr.data.view_plan import plan_batch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from tiny import TINY
 
 CUDA = torch.device("cuda")

@@ -281,9 +281,8 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     import threading
 
     from adclr.data.decode import Decoder
-    from adclr.data.feed import Feed
+    from adclr.data.feed import Feed, Prefetcher
     from adclr.data.nvjpeg import GpuDecoder
-    from adclr.data.prefetch import Prefetcher
     from adclr.data.sources import ImageFolder
 
     scenes.write_scenes(tmp_path / "scenes", seed=3, num_train=32, num_val=0, size=48, show=False)

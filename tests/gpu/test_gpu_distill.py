@@ -15,7 +15,7 @@ from adclr.config.parsing import build
 from adclr.data.augment import render
 from adclr.data.packed import pack
 from adclr.data.view_plan import plan_batch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.training import distillation, schedules
 from adclr.training.methods import copy_student
 from adclr.training.step import Step

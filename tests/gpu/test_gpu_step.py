@@ -19,7 +19,7 @@ from adclr.config.settings import Settings
 from adclr.data.augment import render
 from adclr.data.packed import pack
 from adclr.data.view_plan import plan_batch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system.devices import deterministic
 from adclr.training import job
 from on_gpu import CUDA, autocast, default_views, for_kernels, images_of, write_scenes

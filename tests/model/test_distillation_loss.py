@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adclr.model import optim
 from adclr.model.distillation import Distillation, Projector, Student, Teacher, feature_loss, resample
 from adclr.model.feature_network import FeatureNetwork
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.model.vit import VisionTransformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from adclr.model.losses import Center
 from adclr.model.method import ADCLR
+from adclr.model.named_tensors import Views
 from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.ops.head_loss import Part
-from adclr.model.view_tensors import Views
 from kernel_device import DEVICE, needs_interpreter
 from test_method import METHODS, make, make_views
 

@@ -13,8 +13,7 @@ from adclr.config.settings import Settings
 from adclr.data.augment import _hidden
 from adclr.model.losses import Center, sinkhorn
 from adclr.model.method import ADCLR
-from adclr.model.tokens import Tokens
-from adclr.model.view_tensors import Masks, Views
+from adclr.model.named_tensors import Masks, Tokens, Views
 from adclr.training.job import build
 from tiny import tiny
 

@@ -9,8 +9,7 @@ import timm
 import torch
 from torch import Tensor
 
-from adclr.model.blocks import Attention, QueryKeys, attention_mask, expand_to_tokens
-from adclr.model.drop_path import draw_drop_path
+from adclr.model.blocks import Attention, QueryKeys, attention_mask, draw_drop_path, expand_to_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.vit import Input, VisionTransformer
 from adclr.weights.backbone import create_backbone

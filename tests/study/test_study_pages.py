@@ -14,6 +14,7 @@ from scipy import stats
 
 from adclr.config.parsing import UserError
 from adclr.study import figure, table
+from adclr.study.results import Results
 from adclr.study.study_file import read_study
 from adclr.study.table import Sample
 from studied import KNN, store_results, study
@@ -231,6 +232,37 @@ def test_results_on_the_page_are_those_of_the_studies() -> None:
         assert (root / "docs" / link).exists(), link
 
 
+STUDIES = Path(__file__).parents[2] / "studies"
+SHIPPED_PAGES = sorted(page.stem for page in (STUDIES / "results").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", SHIPPED_PAGES)
+def test_a_shipped_page_is_the_one_that_its_results_make(name: str) -> None:
+    """Of a study whose runs are those of another one too, which may have trained more of them since."""
+    parsed, results = read_study(STUDIES / f"{name}.yaml"), Results(STUDIES / "results")
+    rows, file = table.collect_rows(parsed, results), results.folder / f"{name}.md"
+    svg = figure.draw_figure(parsed, rows)
+    expected = table.render_page(parsed, results, rows, f"{name}.svg" if svg is not None else None)
+    assert file.read_text(encoding="utf-8") == expected, f"adclr study studies/{name}.yaml writes it anew"
+    summary = json.loads(json.dumps(table.summarize(rows, parsed.outline.control)))  # with the seeds as names
+    assert json.loads(file.with_suffix(".json").read_text(encoding="utf-8")) == summary
+
+
+def test_missing_runs_of_the_papers_tables_are_counted() -> None:
+    """Every "9 of 12 runs" of docs/paper.md is of the study that the sentence names, or of the first linked page."""
+    sections = (STUDIES.parent / "docs/paper.md").read_text(encoding="utf-8").split("\n## ")
+    counted = 0
+    for section in sections:
+        for missing, of, named in re.findall(r"(\d+) of (\d+) runs(?: of `(\w+)`)?", section):
+            link = re.search(r"studies/results/(\w+)\.md", section)
+            assert link is not None
+            parsed, results = read_study(STUDIES / f"{named or link[1]}.yaml"), Results(STUDIES / "results")
+            absent = [cell for cell in parsed.cells if results.read(cell) is None]
+            assert (len(absent), len(parsed.cells)) == (int(missing), int(of)), section
+            counted += 1
+    assert counted >= 5
+
+
 def test_our_numbers_beside_the_papers_are_those_of_the_page_that_is_linked() -> None:
     """Of every row of docs/paper.md that begins with a link to a page."""
     docs = Path(__file__).parents[2] / "docs"
@@ -249,11 +281,19 @@ def test_our_numbers_beside_the_papers_are_those_of_the_page_that_is_linked() ->
     [("README.md", "## Results", "## Compared with"), ("docs/adclr_plus.md", "## Results", "## How the settings")],
 )
 def test_numbers_of_results_are_those_of_the_studies(page: str, start: str, end: str) -> None:
-    """The numbers of a table row stand in one row of studies/results, those of a sentence somewhere in it."""
+    """The numbers of a table row stand in one row of studies/results, or are one method's differences in each seed.
+
+    Those of a sentence stand somewhere in studies/results.
+    """
     root = Path(__file__).parents[2]
     pages = [path.read_text(encoding="utf-8") for path in (root / "studies/results").glob("*.md")]
     rows = [_numbers(line) for text in pages for line in text.splitlines() if line.startswith("|")]
+    for file in (root / "studies/results").glob("*.json"):
+        for columns in json.loads(file.read_text(encoding="utf-8")).values():
+            by_seed = [column.get("difference", {}).get("by_seed", {}).values() for column in columns.values()]
+            rows.append({f"{number:+.1f}" for numbers in by_seed for number in numbers})
     anywhere = {number.lstrip("+-") for text in pages for number in _numbers(text)}
+    anywhere |= {number.lstrip("+-") for row in rows for number in row}
     text = (root / page).read_text(encoding="utf-8")
     section = text[text.index(start) : text.index(end)]
     told = [numbers for line in section.splitlines() if line.startswith("|") and (numbers := _numbers(line))]

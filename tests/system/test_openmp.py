@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adclr.system import machine, openmp
+from adclr.system import machine
 from adclr.training import job, launch
 from studied import study
 from tiny import TINY
@@ -77,13 +77,13 @@ def test_a_limited_container_gets_as_many_threads_as_it_has_cores(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert openmp.environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
+    assert machine.openmp_environment() == {"OMP_WAIT_POLICY": "passive"}  # torch counts the cores itself
     (tmp_path / "cpu.max").write_text("300000 100000\n")
-    assert openmp.environment()["OMP_NUM_THREADS"] == "3"
+    assert machine.openmp_environment()["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert openmp.environment()["OMP_NUM_THREADS"] == "1"
+    assert machine.openmp_environment()["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in openmp.environment()
+    assert "OMP_NUM_THREADS" not in machine.openmp_environment()
 
 
 def test_processes_of_one_machine_share_the_decoding(

@@ -11,7 +11,7 @@ import torch
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.system import devices, locks
+from adclr.system import devices, files
 from adclr.system.runs import Run
 from tiny import TINY, words
 
@@ -26,7 +26,7 @@ def on_windows(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_windows_is_refused_in_one_sentence(images: Path, tmp_path: Path) -> None:
     done = on_windows("pretrain", images / "train", "--out", tmp_path / "run", *words(TINY))
     assert done.returncode == 2
-    assert done.stderr == f"adclr: {locks.WINDOWS}\n"
+    assert done.stderr == f"adclr: {files.WINDOWS}\n"
     assert not list(tmp_path.iterdir())
     assert on_windows("--help").returncode == 0
 
@@ -34,10 +34,10 @@ def test_windows_is_refused_in_one_sentence(images: Path, tmp_path: Path) -> Non
 def test_python_calls_are_refused_in_the_same_sentence(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "POSSIBLE", False)
+    monkeypatch.setattr(files, "LOCKS_EXIST", False)
     with pytest.raises(UserError) as error:
         package.pretrain(images / "train", out=tmp_path / "run", **TINY)
-    assert str(error.value) == locks.WINDOWS
+    assert str(error.value) == files.WINDOWS
     with pytest.raises(UserError, match="WSL"), Run(tmp_path / "other").lock():
         pass
     assert not list(tmp_path.iterdir())
@@ -45,11 +45,11 @@ def test_python_calls_are_refused_in_the_same_sentence(
 
 def test_a_locked_file_is_refused_or_waited_for(tmp_path: Path) -> None:
     with open(tmp_path / "file", "a") as first, open(tmp_path / "file", "a") as second:
-        locks.lock(first)
+        files.lock_file(first)
         with pytest.raises(BlockingIOError):
-            locks.lock(second)
+            files.lock_file(second)
         first.close()
-        locks.lock(second, wait=True)
+        files.lock_file(second, wait=True)
 
 
 def test_a_macs_gpu_is_used_if_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

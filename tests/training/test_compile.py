@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adclr import pretrain
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.model.blocks import run_block, run_checkpointed
 from adclr.model.ops import attention, head_loss, mlp, norm
 from adclr.model.vit import VisionTransformer

@@ -18,8 +18,8 @@ from torch import Tensor
 from adclr.config import parsing
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
+from adclr.model.named_tensors import Views
 from adclr.model.ops import attention
-from adclr.model.view_tensors import Views
 from adclr.training import cuda_graph, job, micro_batch, schedules
 from adclr.training.cuda_graph import RecordedStep, RecordingError
 from adclr.training.step import Step
@@ -220,10 +220,12 @@ def test_on_a_gpu_a_step_is_recorded_whether_it_is_compiled_or_not(
 def test_a_step_is_not_recorded_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tiny()
     method = job.build(settings)
-    monkeypatch.setattr("adclr.system.distributed.world_size", lambda: 2)
+    monkeypatch.setattr("adclr.system.distributed.in_group", lambda: True)
     monkeypatch.setattr("adclr.training.step._data_parallel", lambda method, _: method)
     optimizer = schedules.make_optimizer(method.student, settings)
     assert not Step(settings, method, optimizer, torch.device("cuda", 0), None).record
+    monkeypatch.undo()
+    assert Step(settings, method, optimizer, torch.device("cuda", 0), None).record
 
 
 @pytest.mark.parametrize("masked_weight", [0.0, 1.0])

@@ -23,7 +23,7 @@ from adclr.config.settings import Settings
 from adclr.data import augment
 from adclr.data.decode import Decoder, Pixels
 from adclr.data.feed import Feed
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system import machine
 from adclr.training import launch, micro_batch, plan_cost, plan_gpus, plan_trial, planning
 from adclr.training.step import Step

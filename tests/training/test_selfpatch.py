@@ -235,7 +235,8 @@ def test_its_settings_are_no_part_of_the_keys_of_other_methods(tmp_path: Path) -
     def key(**settings: object) -> str:
         evaluation = {"name": "segmentation", "data": "photos", "score": "segmentation_miou"}
         evaluations = {"mIoU": evaluation | {"settings": {"colors": False}}}
-        study = SMALL | {"settings": {"views.gray": 0.3} | settings, "evaluations": evaluations}
+        study = SMALL | {"recipe": "demo_adclr", "evaluations": evaluations}
+        study |= {"settings": {"views.gray": 0.3} | settings}
         (tmp_path / "study.yaml").write_text(json.dumps(study))
         (cell,) = read_study(tmp_path / "study.yaml").cells
         return cell.key

@@ -20,7 +20,7 @@ VIT = "vit"  # the student that `model.` describes
 DEFAULT_RECIPE = "distill_small"
 
 
-def fixed(value: Any) -> Any:
+def _fixed(value: Any) -> Any:
     """Return the field of a setting of pretraining that has this one value here."""
     return Field(value, exclude=True)
 
@@ -29,30 +29,30 @@ class DistillViews(Views):
     """Crops of an image: student and teacher see the same ones, and there are no queries."""
 
     num_local: Crops = setting(4, "local crops per image")
-    num_queries: Crops = fixed(0)
-    query_scale: tuple[float, float] = fixed((0.05, 0.15))
-    query_photometric: Literal["none", "local"] = fixed("none")
-    query_source: Literal["random", "local"] = fixed("random")
+    num_queries: Crops = _fixed(0)
+    query_scale: tuple[float, float] = _fixed((0.05, 0.15))
+    query_photometric: Literal["none", "local"] = _fixed("none")
+    query_source: Literal["random", "local"] = _fixed("random")
 
 
 class DistillModel(Model):
     """The student, where it is a ViT of this program."""
 
-    init: str | None = fixed(None)
+    init: str | None = _fixed(None)
     drop_path: Annotated[float, Field(ge=0, lt=1)] = advanced(0.0, "drop path rate of the last block, linear in depth")
 
 
 class DistillOptim(Optim):
     """AdamW and its schedules."""
 
-    freeze_last_layer_epochs: NonNegative = fixed(0)
-    freeze_backbone_epochs: NonNegative | None = fixed(None)
+    freeze_last_layer_epochs: NonNegative = _fixed(0)
+    freeze_backbone_epochs: NonNegative | None = _fixed(None)
 
 
 class DistillTrain(Train):
     """Length, batch size, device, checkpoints and logs."""
 
-    shard: bool = fixed(False)
+    shard: bool = _fixed(False)
 
 
 class Distill(Section):
@@ -95,7 +95,7 @@ class DistillSettings(Settings):
     views: DistillViews = DistillViews()
     model: DistillModel = DistillModel()
     distill: Distill = Distill()
-    method: Method = fixed(Method(num_prototypes=2))
+    method: Method = _fixed(Method(num_prototypes=2))
     optim: DistillOptim = DistillOptim()
     train: DistillTrain = DistillTrain()
 

@@ -93,8 +93,8 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
-# Where a setting may differ: in a training that is resumed, in a study's result that is used again, and in the
-# control from scratch that a score is compared with.
+# Where a setting may differ: in a training or embedding that is resumed, in a study's result that is used again, and in
+# the control from scratch that a score is compared with.
 Purpose = Literal["resume", "study", "control"]
 
 

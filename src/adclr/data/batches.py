@@ -4,7 +4,7 @@ order     which images a step is shown is a function of (seed, epoch, key)      
 decode    threads read and decode these images, or take them from the cache     `feed.Feed`
 plan      boxes, jitter and masks of their crops, numbers only                  `view_plan.plan_batch`
 render    the crops are cut out, resized and altered on the training device     `augment.render`
-prefetch  on a GPU all this is done while the step before runs                  `prefetch.Prefetcher`
+prefetch  on a GPU all this is done while the step before runs                  `feed.Prefetcher`
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from adclr.config.settings import Settings
 from adclr.data.augment import render
-from adclr.data.feed import Batch, Feed
+from adclr.data.feed import Batch, Feed, Prefetcher
 from adclr.data.key_order import KeyOrder, epoch_pieces
-from adclr.data.prefetch import Prefetcher
 from adclr.data.random_draws import combine
 from adclr.data.view_plan import BatchPlan, plan_batch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system import distributed
 
 Order = Iterable[tuple[int, NDArray[np.int64]]]  # epoch and indices of the images of each micro-batch

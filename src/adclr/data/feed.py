@@ -1,4 +1,6 @@
-"""Decoded batches ahead of the step: threads read and decode files (decoding releases Python's lock), in a fixed order.
+"""Batches ahead of the step: threads read and decode files (decoding releases Python's lock), in a fixed order.
+
+On a GPU one more thread renders them, on its own CUDA stream, while the step before runs: see `Prefetcher`.
 
 Where there is a decoder on the GPU, threads only read the files that it takes, and it decodes a batch of them at once.
 
@@ -11,14 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from threading import Lock, get_ident
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from adclr.config.parsing import UserError
 from adclr.data import cache
@@ -30,6 +34,7 @@ from adclr.data.random_draws import Keys
 from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.data.sources.store_reader import read_ahead
 from adclr.system import distributed, machine
+from adclr.system.devices import set_current_device, shared_stream
 from adclr.system.threads import NUM_ASSEMBLERS, load_in_order
 
 # Once too many images are unreadable: how many are tried, and for how long (seconds), to find out how many there are.
@@ -254,3 +259,83 @@ class Feed:
         if tried == count:
             return f"{bad} of {count} images"
         return f"at least {len(self.unreadable)} of {count} images ({bad} of the {tried} that were tried)"
+
+
+# -- rendering ahead --
+
+
+class Rendered(Protocol):
+    """What is rendered of a batch."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all its tensors."""
+        ...
+
+
+R = TypeVar("R", bound=Rendered)
+
+
+class Prefetcher(Generic[R]):
+    """An iterator over what is rendered of batches; closing it closes the batches.
+
+    Views of three batches are in memory at most: of the one the GPU works on, of the one that is queued behind it, and
+    of the one being rendered.
+    """
+
+    def __init__(
+        self, batches: Generator[Batch[Any], None, None], render: Callable[[Batch[Any]], R], device: torch.device
+    ) -> None:
+        self.batches, self.render, self.device = batches, render, device
+        self.seconds_waited = 0.0  # for images, by the thread that takes the views
+        self.last: R | None = None  # that was taken
+        self._thread: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            self.stream = shared_stream("views", device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            self._used: torch.cuda.Event | None = None  # the end of the work on the views before the last
+            self._thread = ThreadPoolExecutor(1, "views", set_current_device, (device,))
+            self._next: Future[tuple[R, torch.cuda.Event] | None] = self._thread.submit(self._render_next)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> R:
+        if self._thread is None:
+            started = time.monotonic()
+            batch = next(self.batches)
+            self.seconds_waited += time.monotonic() - started
+            self.last = self.render(batch)
+            return self.last
+        current = torch.cuda.current_stream(self.device)
+        queued = current.record_event()
+        if self._used is not None:
+            self._used.synchronize()  # else the host would run ahead of the GPU, and memory fill with views
+        self._used = queued
+        started = time.monotonic()
+        rendered = self._next.result()
+        self.seconds_waited += time.monotonic() - started
+        if rendered is None:
+            raise StopIteration
+        self._next = self._thread.submit(self._render_next)
+        views, ready = rendered
+        current.wait_event(ready)
+        for tensor in views.tensors():
+            tensor.record_stream(current)  # its memory is not reused before this stream is done with it
+        self.last = views
+        return views
+
+    def _render_next(self) -> tuple[R, torch.cuda.Event] | None:
+        """Return the next views and the event after which they are ready; None after the last batch."""
+        batch = next(self.batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(self.stream):
+            if batch.packed.bytes.is_cuda:
+                batch.packed.bytes.record_stream(self.stream)
+            return self.render(batch), self.stream.record_event()
+
+    def close(self) -> None:
+        """Stop the thread and close the batches."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self.batches.close()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from adclr.data.key_order import examine_keys
 from adclr.data.listing import NO_EXTENTS, NO_NAMES, Facts, Listing, Names, load_listing
 from adclr.data.random_draws import Keys
-from adclr.system import locks
+from adclr.system.files import lock_file
 from adclr.system.stores import cache as store_cache
 from adclr.system.text import printable
 
@@ -69,11 +69,11 @@ class Storage:
         except OSError:  # a home that cannot be written
             return tempfile.gettempdir()
         try:
-            locks.lock(lock)
+            lock_file(lock)
         except BlockingIOError:
             if os.environ.get("RANK", "0") == "0":
                 print(printable(f"another process indexes {self.collection[0]}; waiting for it"), file=sys.stderr)
-            locks.lock(lock, wait=True)
+            lock_file(lock, wait=True)
         listing = load_shared(self.collection)
         if listing is not None:
             raise AlreadyIndexedError(listing)

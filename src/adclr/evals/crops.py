@@ -18,9 +18,8 @@ from torch import Tensor
 
 from adclr.config.parsing import UserError
 from adclr.data.augment import crop
-from adclr.data.feed import Batch, Feed
+from adclr.data.feed import Batch, Feed, Prefetcher
 from adclr.data.nvjpeg import GpuDecoder
-from adclr.data.prefetch import Prefetcher
 from adclr.data.random_draws import Draws, Keys, crop_boxes, epoch_order
 from adclr.data.sets.classes import LabeledImages
 from adclr.evals.features import check_classes

@@ -26,8 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from adclr.config.parsing import Count, Share, Side, UserError, setting
-from adclr.data.feed import Batch, Feed
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Batch, Feed, Prefetcher
 from adclr.data.random_draws import Draws, Keys, combine, epoch_order, key_of
 from adclr.data.sets import coco
 from adclr.data.sets.coco import Instance, Instances, fill_mask, import_masks, open_instances

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from adclr.config.parsing import Beta, Count, NonNegative, Positive, Ratio, Section, Share, Side, UserError, setting
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.data.random_draws import Draws, combine, key_of
 from adclr.data.sets.classes import LabeledImages
 from adclr.evals import trainer

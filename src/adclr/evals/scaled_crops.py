@@ -18,9 +18,8 @@ from torch import Tensor
 
 from adclr.config.parsing import UserError
 from adclr.data.augment.photometric import hue
-from adclr.data.feed import Batch, Feed
+from adclr.data.feed import Batch, Feed, Prefetcher
 from adclr.data.packed import Packed
-from adclr.data.prefetch import Prefetcher
 from adclr.data.random_draws import Draws, Keys, epoch_order
 from adclr.data.sets.pixels import IGNORE, PairDecoder, Pairs
 from adclr.evals.frames import fit_size

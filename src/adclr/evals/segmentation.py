@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from adclr.config.parsing import Count, Positive, Several, Side, UserError, setting
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.data.random_draws import Draws, combine, key_of
 from adclr.data.sets.pixels import IGNORE, Segmented
 from adclr.evals import iou, trainer

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adclr.config.parsing import Count, NonNegative, Positive, Section, Share, UserError, free_settings, setting
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.data.random_draws import combine
 from adclr.model.compiled import compile_blocks
 from adclr.model.vit import VisionTransformer

@@ -83,20 +83,21 @@ class EmbeddingSettings(Section):
     part_size: Count | None = Field(
         None, description="images per part file; null: 8192, or patch maps of about 256 MiB"
     )
-    shared: bool = Field(
-        False, description="several commands write to the same folder; each part is written by one of them"
+    shared: bool = setting(
+        False, "several commands write to the same folder; each part is written by one of them", free=["resume"]
     )
-    batch_size: Count = Field(256, description="images per batch")
-    num_workers: int | None = Field(None, ge=1, description="decoding threads; null: one per CPU core")
+    batch_size: Count = setting(256, "images per batch", free=["resume"])
+    num_workers: int | None = setting(None, "decoding threads; null: one per CPU core", free=["resume"], ge=1)
     gpu_decoding: bool = Field(
         True,
         description="decode JPEGs on the GPU if it can; pixels differ by about 1 of 255 from the CPU's",
     )
-    check: Check = Field(
+    check: Check = setting(
         "time",
-        description="detect replaced images by size and modification time, or by content, which reads all images first",
+        "detect replaced images by size and modification time, or by content, which reads all images first",
+        free=["resume"],
     )
-    device: Device = Field("auto", description="auto: the GPU if there is one")
+    device: Device = setting("auto", "auto: the GPU if there is one", free=["resume"])
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 autocast on a GPU that has it, else float32"
     )
@@ -260,14 +261,15 @@ class Network:
 
     def facts(self) -> dict[str, Any]:
         """Return what must be the same where an embedding is resumed."""
-        changeable = {"batch_size", "num_workers", "device", "part_size", "dtype", "precision", "check", "shared"}
-        return self.settings.model_dump(mode="json", exclude=changeable) | {
+        free = parsing.free_settings(EmbeddingSettings, "resume")
+        resolved = {
             "dense": self.dense,
             "part_size": self.part_size(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "precision": "float32" if self.autocast is None else "bfloat16",
             "weights": self.weights.fingerprint(),
         }
+        return self.settings.model_dump(mode="json", exclude=free | set(resolved)) | resolved
 
     @torch.no_grad()
     def __call__(self, groups: list[SameSize]) -> list[SizeFeatures]:

@@ -135,6 +135,25 @@ def operation_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
+# -- drop path: branches of a block are left out for whole sequences, at random, more often in later blocks --
+
+
+def draw_drop_path(rate: float, depth: int, num_sequences: int, device: torch.device) -> Tensor | None:
+    """Return the factors of drop path, depth×2×sequences: 0, or 1 / (1 - rate) so that the mean stays the same.
+
+    `rate` is that of the last block; it is linear from 0 in the first. None at a rate of 0.
+    """
+    if not rate:
+        return None
+    rates = torch.linspace(0, rate, depth, device=device)[:, None, None]
+    return (torch.rand(depth, 2, num_sequences, device=device) >= rates) / (1 - rates)
+
+
+def drop_path_of_tokens(factors: Tensor | None, depth: int, groups: Sequence[Group]) -> Sequence[Tensor | None]:
+    """depth×2×sequences -> 2×M×1 for each block. At once: block by block it was a hundred small operations."""
+    return [None] * depth if factors is None else expand_to_tokens(factors, groups).unbind()
+
+
 # -- modules --
 
 
@@ -300,12 +319,7 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each with LayerScale and drop path, added to the tokens."""
 
     def __init__(
-        self,
-        dim: int,
-        attention: Attention,
-        layer_scale: float | None,
-        norm_eps: float = 1e-6,
-        mlp: MlpKind = "plain",
+        self, dim: int, attention: Attention, layer_scale: float | None, norm_eps: float = 1e-6, mlp: MlpKind = "plain"
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
@@ -363,14 +377,7 @@ def _add_norm(x: Tensor, branch: Tensor, factor: Tensor | None, norm: nn.LayerNo
 
 # a block and the arguments of its `forward`
 BlockCall = tuple[
-    nn.Module,
-    Tensor,
-    Tensor,
-    tuple[Group, ...],
-    nn.LayerNorm,
-    Tensor | None,
-    tuple[bool, ...] | None,
-    Rotation | None,
+    nn.Module, Tensor, Tensor, tuple[Group, ...], nn.LayerNorm, Tensor | None, tuple[bool, ...] | None, Rotation | None
 ]
 RunBlock = Callable[[BlockCall], tuple[Tensor, Tensor]]
 

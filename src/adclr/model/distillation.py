@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.feature_network import FeatureNetwork
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.model.vit import Input, Tokens, VisionTransformer
 
 Grid = tuple[int, int]

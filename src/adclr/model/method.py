@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from adclr.model.heads import Branch as Branch
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, anchor_loss, masked_loss, neighbor_weights, paired_loss, sinkhorn
+from adclr.model.named_tensors import Views
 from adclr.model.ops import head_loss
-from adclr.model.view_tensors import Views
 from adclr.model.vit import Input, VisionTransformer
 from adclr.system import distributed
 

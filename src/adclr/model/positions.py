@@ -65,7 +65,7 @@ def periods(head_width: int) -> Tensor:
     return ROTARY_BASE ** (torch.arange(head_width // 4, dtype=torch.float64) * 4 / head_width)
 
 
-def centers(numbers: Tensor) -> Tensor:
+def _centers(numbers: Tensor) -> Tensor:
     """Return the centers of patches 0, 1, ... along a side that goes from -1 to 1, whatever its length."""
     return 2 * (numbers + 0.5) / (numbers[-1] + 1) - 1
 
@@ -76,7 +76,7 @@ def angles(rows: Tensor, columns: Tensor, head_width: int) -> Tensor:
     The number of rows and columns may be open until a graph runs.
     """
     frequencies = (2 * math.pi / periods(head_width)).to(rows.dtype)
-    vertical, horizontal = centers(rows)[:, None, None] * frequencies, centers(columns)[None, :, None] * frequencies
+    vertical, horizontal = _centers(rows)[:, None, None] * frequencies, _centers(columns)[None, :, None] * frequencies
     grid = torch.zeros_like(vertical + horizontal)
     return torch.cat([grid + vertical, grid + horizontal], dim=-1).flatten(0, 1)
 

@@ -23,6 +23,8 @@ from adclr.model.blocks import (
     QueryKeys,
     RunBlock,
     clear_queries,
+    draw_drop_path,
+    drop_path_of_tokens,
     groups_without_patches,
     operation_dtype,
     partition_windows,
@@ -32,7 +34,10 @@ from adclr.model.blocks import (
     split_groups,
 )
 from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
-from adclr.model.drop_path import draw_drop_path, drop_path_of_tokens
+from adclr.model.named_tensors import Input as Input
+from adclr.model.named_tensors import Memory as Memory
+from adclr.model.named_tensors import Tokens as Tokens
+from adclr.model.named_tensors import name_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import norm
 from adclr.model.ops.rotation import Rotation
@@ -44,10 +49,6 @@ from adclr.model.positions import (
     rotation_of_windows,
 )
 from adclr.model.shape import SHAPE, check_shape
-from adclr.model.tokens import Input as Input
-from adclr.model.tokens import Memory as Memory
-from adclr.model.tokens import Tokens as Tokens
-from adclr.model.tokens import name_tokens
 
 
 class VisionTransformer(nn.Module):

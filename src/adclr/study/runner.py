@@ -18,7 +18,7 @@ from adclr.config.parsing import UserError
 from adclr.study.jobs import Workspace, build_job, describe_progress, format_scores, last_line, run_title
 from adclr.study.results import Results
 from adclr.study.study_file import Cell, Study
-from adclr.system import openmp
+from adclr.system import machine
 from adclr.system.files import write_json
 from adclr.system.progress import ProgressLine
 
@@ -142,7 +142,7 @@ def _start(study: Study, cell: Cell, results: Results, workspace: Workspace, slo
     file = workspace.job_file(cell, results)
     write_json(file, build_job(study, cell, results, workspace))
     gpu, log = workspace.gpus[slot], workspace.log_file(cell, results)
-    threads = openmp.environment(len(workspace.gpus))
+    threads = machine.openmp_environment(len(workspace.gpus))
     with open(log, "ab") as output, _share_of_cores(slot, len(workspace.gpus)):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "adclr.study.worker", str(file), str(pipe)],

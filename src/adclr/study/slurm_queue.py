@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from adclr.config.parsing import UserError
-from adclr.system import locks
-from adclr.system.files import write_atomically
+from adclr.system.files import lock_file, write_atomically
 
 TASK = Path(__file__).with_name("task.sh")
 ARRAY_SIZE = 1000  # tasks of one array; SLURM's default limit is 1001
@@ -69,7 +68,7 @@ class Queue:
         """Lock the queue of the folder, so that of two commands one submits; yield the file that holds the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".slurm.lock", "ab") as file:
-            locks.lock(file, wait=True)
+            lock_file(file, wait=True)
             yield file
 
     def arrays(self) -> dict[str, list[Path]]:

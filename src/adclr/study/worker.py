@@ -20,7 +20,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.study import results, time_to_knn
 from adclr.study.study_file import Evaluation, Picture
-from adclr.system import machine, openmp
+from adclr.system import machine
 from adclr.system.files import read_json
 from adclr.system.runs import Run
 from adclr.system.text import printable
@@ -88,7 +88,7 @@ def _stop_with_study(pipe: int) -> None:
 
 def main() -> None:
     """Run the job that the arguments name; a user's mistake exits with code 2."""
-    openmp.configure()
+    machine.configure_openmp()
     if len(sys.argv) > 2:
         threading.Thread(target=_stop_with_study, args=(int(sys.argv[2]),), daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also when the disk is full or the power fails."""
+"""Files that are whole or absent, also when the disk is full or the power fails; locks that end with their process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from adclr.config.parsing import UserError
-from adclr.system import locks
+from adclr.config.errors import UserError
+
+# Windows has other locks, and neither links nor signals as they are used here
+LOCKS_EXIST = find_spec("fcntl") is not None
+WINDOWS = "adclr does not run on Windows; run it in WSL 2, the Linux of Windows, which `wsl --install` installs"
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
@@ -76,17 +80,41 @@ def append(path: Path, data: bytes) -> None:
         os.close(handle)
 
 
+def check_system() -> None:
+    """Refuse a system without the locks that keep two processes from writing the same files."""
+    if not LOCKS_EXIST:
+        raise UserError(WINDOWS)
+
+
+def lock_file(file: IO[Any], wait: bool = False) -> None:
+    """Lock an open file; raise BlockingIOError if another process has it, unless told to wait.
+
+    The lock ends with its process, also if that is killed. A file system without locks is taken as it is.
+    """
+    check_system()
+    # not there on Windows
+    import fcntl
+
+    if wait:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
 @contextmanager
 def lock(folder: Path, use: str) -> Iterator[IO[bytes]]:
-    """Lock a folder by its file .lock, and give that file; refuse if another process has it for this `use`.
-
-    The lock ends with its process, also if that is killed.
-    """
-    locks.check_system()
+    """Lock a folder by its file .lock, and give that file; refuse if another process has it for this `use`."""
+    check_system()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "ab", opener=open_no_follow) as file:
         try:
-            locks.lock(file)
+            lock_file(file)
         except BlockingIOError:
             raise UserError(f"another process is {use} {folder}; wait for it or stop it") from None
         yield file

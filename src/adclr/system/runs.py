@@ -26,7 +26,7 @@ from adclr.config import parsing
 from adclr.config.distillation import settings_class
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.system import files, locks
+from adclr.system import files
 from adclr.system.files import append, open_no_follow, read_json, sync, write_atomically, write_json
 from adclr.system.store_urls import conceal
 
@@ -145,7 +145,7 @@ class Run:
     def append_once(self, name: str, row: Mapping[str, Any], key: str) -> None:
         """Append a row unless a row of any process has the same value under `key`, or the disk is full."""
         with suppress(OSError), open(self.path / name, "ab", opener=open_no_follow) as file:
-            locks.lock(file, wait=True)
+            files.lock_file(file, wait=True)
             if all(other.get(key) != row[key] for other in self.rows(name)):
                 file.write((json.dumps(row) + "\n").encode())
 

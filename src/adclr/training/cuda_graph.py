@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adclr.config.parsing import UserError
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system.devices import send, shared_stream
 from adclr.system.text import one_line
 

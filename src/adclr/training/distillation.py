@@ -20,7 +20,7 @@ from adclr.data.random_draws import combine, key_of
 from adclr.model.distillation import Backbone, Distillation, Projector, Student, Teacher
 from adclr.model.effective_rank import deviation, effective_rank
 from adclr.model.feature_network import FeatureNetwork
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.model.vit import VisionTransformer
 from adclr.report.health import Measures
 from adclr.training.methods import copy_student

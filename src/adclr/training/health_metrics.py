@@ -12,7 +12,7 @@ from torch import Tensor
 from adclr.model.effective_rank import deviation, effective_rank
 from adclr.model.losses import sinkhorn, soft_cross_entropy
 from adclr.model.method import ADCLR, Branch, Kind
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.model.vit import VisionTransformer
 from adclr.report.health import Measures
 from adclr.system import distributed

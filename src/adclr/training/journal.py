@@ -14,9 +14,9 @@ from torch import Tensor
 
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.evals.score_text import is_percent
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.report import health
 from adclr.system import distributed
 from adclr.system.progress import ProgressLine

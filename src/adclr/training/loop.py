@@ -16,11 +16,11 @@ import torch
 
 from adclr.config.distillation import DistillSettings
 from adclr.config.parsing import UserError
-from adclr.data.prefetch import Prefetcher
+from adclr.data.feed import Prefetcher
 from adclr.model.distillation import Backbone, Distillation
 from adclr.model.feature_network import FeatureNetwork
 from adclr.model.method import Branch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.report import health
 from adclr.report.live import LiveReport, picture_steps
 from adclr.system import distributed, machine

@@ -8,7 +8,7 @@ import torch
 
 from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
-from adclr.model.view_tensors import Masks, Views
+from adclr.model.named_tensors import Masks, Views
 from adclr.system import distributed
 from adclr.system.machine import GIB, available_gpu_memory, host_memory
 from adclr.training import plan_cost

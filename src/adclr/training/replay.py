@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adclr
 from adclr.config.parsing import UserError
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system import machine
 from adclr.system.devices import deterministic, select_device
 from adclr.system.files import write_json

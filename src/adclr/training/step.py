@@ -20,7 +20,7 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model import optim
 from adclr.model.method import ADCLR, Branch
-from adclr.model.view_tensors import Views
+from adclr.model.named_tensors import Views
 from adclr.system import distributed
 from adclr.system.devices import send
 from adclr.system.text import one_line

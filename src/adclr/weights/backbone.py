@@ -135,7 +135,7 @@ def architecture_of(vit: VisionTransformer) -> Architecture:
     return Architecture(**{name: getattr(vit, name) for name in Architecture.model_fields})
 
 
-def describe(settings: Settings) -> Description:
+def _describe(settings: Settings) -> Description:
     """Return the description of the backbone that settings train."""
     data = settings.data
     return Description(architecture=architecture(settings), mean=data.mean, std=data.std, max_value=data.max_value)
@@ -154,7 +154,7 @@ def create_backbone(name: str, **options: Any) -> VisionTransformer:
 
 def save_backbone(folder: Path, state: Mapping[str, Tensor], settings: Settings) -> None:
     """Write backbone.safetensors and backbone.json of a run."""
-    write_backbone(folder, state, describe(settings))
+    write_backbone(folder, state, _describe(settings))
 
 
 def write_backbone(folder: Path, state: Mapping[str, Tensor], description: Description) -> None:
@@ -292,7 +292,7 @@ def _find_in_run(path: Path) -> StoredWeights:
             "max_value": data.max_value,
         }
         return StoredWeights(str(latest), named, part, description)
-    return StoredWeights(str(latest), tensors, part, describe(settings).model_dump())
+    return StoredWeights(str(latest), tensors, part, _describe(settings).model_dump())
 
 
 def _assemble(stored: StoredWeights, ours: bool, partial: bool | None) -> Weights:

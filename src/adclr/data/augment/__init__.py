@@ -18,7 +18,7 @@ from adclr.data.augment.photometric import photometric
 from adclr.data.augment.resample import resample, resample_each
 from adclr.data.packed import Packed
 from adclr.data.view_plan import BatchPlan, Crops
-from adclr.model.view_tensors import Masks, Views
+from adclr.model.named_tensors import Masks, Views
 from adclr.system import triton_available
 from adclr.system.devices import send
 

@@ -32,11 +32,11 @@ class Rotation(NamedTuple):
 
 def rotate(qkv: Tensor, rotation: Rotation, groups: Sequence[Group], num_heads: int) -> Tensor:
     """M×3D -> M×3D with queries and keys turned, in the layout of timm's qkv layer."""
-    run = fused if fits(qkv) else plain
+    run = fused if _fits(qkv) else plain
     return run(qkv, rotation, groups, num_heads)
 
 
-def fits(qkv: Tensor) -> bool:
+def _fits(qkv: Tensor) -> bool:
     """Return whether the kernel supports this tensor on this device."""
     return triton_available.possible and qkv.device.type == "cuda" and qkv.dtype in DTYPES
 
@@ -57,7 +57,7 @@ def plain(qkv: Tensor, rotation: Rotation, groups: Sequence[Group], num_heads: i
 
 
 def fused(qkv: Tensor, rotation: Rotation, groups: Sequence[Group], num_heads: int) -> Tensor:
-    """Run the kernel, without a check of `fits`."""
+    """Run the kernel, without a check of `_fits`."""
     rows = [group.sequences * group.tokens for group in groups]
     table, width = rotation.table, qkv.shape[1] // 3 // num_heads
     if sum(rows) != qkv.shape[0] or any(count % period for count, period in zip(rows, rotation.periods, strict=True)):
@@ -74,7 +74,7 @@ def fused(qkv: Tensor, rotation: Rotation, groups: Sequence[Group], num_heads: i
 @torch.library.custom_op("adclr::rotate", mutates_args=())
 def _rotate(qkv: Tensor, table: Tensor, rows: list[int], periods: list[int], num_heads: int, inverse: bool) -> Tensor:
     with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]
-        return launch(qkv.contiguous(), table, rows, periods, num_heads, inverse)
+        return _launch(qkv.contiguous(), table, rows, periods, num_heads, inverse)
 
 
 @_rotate.register_fake
@@ -103,7 +103,7 @@ WARPS = 8
 # The kernel is imported where it is launched, since Triton may be missing.
 
 
-def launch(
+def _launch(
     qkv: Tensor, table: Tensor, rows: Sequence[int], periods: Sequence[int], num_heads: int, inverse: bool
 ) -> Tensor:
     """Launch the kernel for each group; return a new tensor."""

@@ -65,7 +65,7 @@ def export(
     try:
         temporary.mkdir(parents=True)
         written = WRITERS[to](loaded, temporary)
-        checks = check(loaded.vit, written)
+        checks = _check(loaded.vit, written)
         run = card.find_run(os.fspath(weights))
         text = card.write(loaded, run, written.library, written.usage, written.notes, checks)
         (temporary / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -140,7 +140,7 @@ def _move(temporary: Path, folder: Path, earlier_files: Mapping[str, Any] | None
     sync(folder)
 
 
-def check(vit: VisionTransformer, written: Export) -> list[str]:
+def _check(vit: VisionTransformer, written: Export) -> list[str]:
     """Compare the outputs of the target program with ours on images of two sizes; refuse if they differ."""
     try:
         program, outputs = written.reader()

@@ -28,7 +28,7 @@ from adclr.system import optional
 ONE_FILE = 1_500_000_000  # bytes; a file of ONNX ends at 2 GiB, beyond which weights are in a second file
 
 
-def cubic(x: Tensor, a: float) -> Tensor:
+def _cubic(x: Tensor, a: float) -> Tensor:
     """Return the cubic kernel at a distance of x samples; `a` is its slope at 1."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
@@ -49,13 +49,13 @@ def resampling(
     at = (targets + 0.5) * scale - 0.5  # in stored positions
     cells = torch.arange(stored, dtype=targets.dtype)
     if how == "antialias":  # a kernel as wide as a resampled position, cut at the borders
-        weights = cubic((cells - at.unsqueeze(1)) / scale.clamp(min=1.0), a=-0.5)
+        weights = _cubic((cells - at.unsqueeze(1)) / scale.clamp(min=1.0), a=-0.5)
         return weights / weights.sum(dim=1, keepdim=True)
     matrix = torch.zeros_like(targets).unsqueeze(1) * cells
     for tap in (-1, 0, 1, 2):  # four neighbors; those beyond the border are the border
         near = at.floor() + tap
         hit = (near.clamp(0, stored - 1).unsqueeze(1) == cells).to(targets.dtype)
-        matrix = matrix + cubic(at - near, a=-0.75).unsqueeze(1) * hit
+        matrix = matrix + _cubic(at - near, a=-0.75).unsqueeze(1) * hit
     return matrix
 
 
