@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from adclr.config.settings import Settings
 from adclr.model import optim
 from adclr.model.method import ADCLR
+from adclr.model.named_tensors import Input, Tokens
 from adclr.model.ops import attention, head_loss, mlp, norm
-from adclr.model.vit import Input, Tokens, VisionTransformer
+from adclr.model.vit import VisionTransformer
 from adclr.system import devices
 from adclr.system.files import write_json
 from adclr.system.runs import provenance

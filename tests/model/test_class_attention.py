@@ -17,10 +17,10 @@ from adclr.config.parsing import UserError
 from adclr.config.settings import Settings
 from adclr.model.class_attention import ClassAttentionBlock, select_neighbors
 from adclr.model.method import ADCLR
-from adclr.model.named_tensors import Views
+from adclr.model.named_tensors import Input, Views
 from adclr.model.ops import head_loss, head_loss_kernels
 from adclr.model.optim import optimizer_step
-from adclr.model.vit import Input, VisionTransformer
+from adclr.model.vit import VisionTransformer
 from adclr.training.schedules import make_optimizer
 from kernel_device import DEVICE, needs_interpreter
 from test_method import make, make_views

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from adclr.model.blocks import QueryKeys
+from adclr.model.named_tensors import Input
 from adclr.model.ops.attention import Group
-from adclr.model.vit import Input, VisionTransformer
+from adclr.model.vit import VisionTransformer
 from test_rotation import formula
 from test_vit import UNIDIRECTIONAL, inputs, make
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from adclr.model.blocks import Attention, QueryKeys, attention_mask, draw_drop_path, expand_to_tokens
+from adclr.model.named_tensors import Input
 from adclr.model.ops.attention import Group
-from adclr.model.vit import Input, VisionTransformer
+from adclr.model.vit import VisionTransformer
 from adclr.weights.backbone import create_backbone
 
 UNIDIRECTIONAL: tuple[QueryKeys, ...] = ("image", "patches", "image_and_self")

@@ -37,7 +37,8 @@ from adclr.evals.task import ClassificationSettings, crop_size, open_classificat
 from adclr.evals.trainer import Trainer
 from adclr.features.reader import normalizer
 from adclr.model import optim
-from adclr.model.vit import Input, VisionTransformer
+from adclr.model.named_tensors import Input
+from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 from adclr.system.devices import autocast_dtype
 from adclr.system.files import write_json

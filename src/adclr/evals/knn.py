@@ -22,7 +22,8 @@ from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
 from adclr.evals.features import extract_features, readable_labels
 from adclr.evals.task import ClassificationSettings, open_classification
-from adclr.model.vit import Tokens, VisionTransformer
+from adclr.model.named_tensors import Tokens
+from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 from adclr.weights.backbone import Weights
 

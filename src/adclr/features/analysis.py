@@ -18,7 +18,8 @@ from adclr.config.parsing import UserError
 from adclr.data.decode import Pixels
 from adclr.data.random_draws import Draws, crop_boxes
 from adclr.features.reader import normalizer
-from adclr.model.vit import Memory, VisionTransformer
+from adclr.model.named_tensors import Memory
+from adclr.model.vit import VisionTransformer
 from adclr.system.devices import send
 from adclr.weights.backbone import Weights, load_weights
 

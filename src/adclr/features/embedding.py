@@ -42,7 +42,7 @@ from adclr.features.reader import (
     split_batches,
     whole_image,
 )
-from adclr.model.vit import Input, Tokens
+from adclr.model.named_tensors import Input, Tokens
 from adclr.system import machine
 from adclr.system.devices import autocast_dtype, select_device
 from adclr.system.files import check_writable

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adclr.model.feature_network import FeatureNetwork
-from adclr.model.named_tensors import Views
-from adclr.model.vit import Input, Tokens, VisionTransformer
+from adclr.model.named_tensors import Input, Tokens, Views
+from adclr.model.vit import VisionTransformer
 
 Grid = tuple[int, int]
 Backbone = VisionTransformer | FeatureNetwork

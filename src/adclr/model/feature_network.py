@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from adclr.model.vit import Input, Tokens
+from adclr.model.named_tensors import Input, Tokens
 
 
 class FeatureNetwork(nn.Module):

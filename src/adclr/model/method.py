@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from adclr.model.heads import Branch as Branch
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, anchor_loss, masked_loss, neighbor_weights, paired_loss, sinkhorn
-from adclr.model.named_tensors import Views
+from adclr.model.named_tensors import Input, Views
 from adclr.model.ops import head_loss
-from adclr.model.vit import Input, VisionTransformer
+from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 
 Kind = Literal["global", "query", "masked", "neighbor"]

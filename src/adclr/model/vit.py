@@ -34,10 +34,7 @@ from adclr.model.blocks import (
     split_groups,
 )
 from adclr.model.class_attention import ClassAttentionBlock, cls_attention, read_patches, select_neighbors
-from adclr.model.named_tensors import Input as Input
-from adclr.model.named_tensors import Memory as Memory
-from adclr.model.named_tensors import Tokens as Tokens
-from adclr.model.named_tensors import name_tokens
+from adclr.model.named_tensors import Input, Memory, Tokens, name_tokens
 from adclr.model.ops.attention import Group
 from adclr.model.ops.dispatch import norm
 from adclr.model.ops.rotation import Rotation

@@ -15,7 +15,8 @@ from torch import Tensor
 from adclr.data.decode import Pixels
 from adclr.features import analysis
 from adclr.features.analysis import Box, Floats, Grid, InputImage
-from adclr.model.vit import Memory, VisionTransformer
+from adclr.model.named_tensors import Memory
+from adclr.model.vit import VisionTransformer
 from adclr.weights.backbone import Weights
 
 # images of one shape read, and later queried, at once: few enough for the cache of a CPU, many enough for a GPU
