@@ -85,8 +85,7 @@ class VisionTransformer(nn.Module):
         height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
         self.dim, self.depth, self.num_heads, self.patch_size = dim, depth, num_heads, patch_size
         self.input_size, self.num_channels = (height, width), num_channels
-        self.num_registers = num_registers
-        self.layer_scale, self.norm_eps = layer_scale, norm_eps
+        self.num_registers, self.layer_scale, self.norm_eps = num_registers, layer_scale, norm_eps
         self.query_keys: QueryKeys = query_keys
         self.query_read_only_blocks = query_read_only_blocks  # the last n; see `_clears_queries`
         self.position_resampling: PositionResampling = position_resampling
