@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable, size_of, to_bytes
-from adclr.data.jpeg import read_header
+from adclr.data.jpeg_header import read_header
 
 LIMIT = 10**6
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from adclr.data.decode import Decoder, Unreadable
 from adclr.data.feed import Feed
-from adclr.data.jpeg import read_header
+from adclr.data.jpeg_header import read_header
 from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.sets import scenes
 from adclr.data.sources import ImageFolder

@@ -27,7 +27,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from adclr.config.parsing import UserError
-from adclr.data.jpeg import Header, read_header
+from adclr.data.jpeg_header import Header, read_header
 from adclr.system import optional
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")

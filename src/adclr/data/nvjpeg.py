@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from adclr.data.decode import COLUMNS_FLIPPED, MISSING, ROWS_FLIPPED, Decoder, Pixels, Unreadable, turn_upright
-from adclr.data.jpeg import Header, read_header
+from adclr.data.jpeg_header import Header, read_header
 from adclr.data.packed import Packed, pack
 from adclr.system.devices import shared_stream
 

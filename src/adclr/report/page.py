@@ -15,7 +15,7 @@ from markupsafe import Markup
 from adclr import __version__, evals
 from adclr.config.distillation import settings_class
 from adclr.config.parsing import flatten
-from adclr.data.jpeg import read_header
+from adclr.data.jpeg_header import read_header
 from adclr.evals.score_text import is_percent
 from adclr.report import metrics
 from adclr.report.charts import TEMPLATES, Chart, Line, format_number, layout_chart
