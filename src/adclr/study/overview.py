@@ -106,18 +106,20 @@ def inspect_study(file: Path, gpu: Gpu, results: Path | None = None) -> Overview
 
 def list_studies(gpu: Gpu, results: Path | None = None) -> str:
     """Return a table of all shipped studies: runs, those that are done, hours, the small study of each, title."""
-    rows = [("study", "runs", "done", "hours", "left", "small variant", "title")]
+    rows = [("study", "runs", "done", "partly", "hours", "left", "small variant", "title")]
     for name in shipped.shipped_names():
         overview = inspect_study(Path(name), gpu, results)
         outline = overview.study.outline
         hours = _format_hours(overview.hours), _format_hours(overview.left)
-        counts = str(len(overview.runs)), str(overview.done)
+        partly = sum(run.state == "trained, not scored" for run in overview.runs)
+        counts = str(len(overview.runs)), str(overview.done), str(partly)
         rows.append((name, *counts, *hours, outline.small or "", printable(outline.title)))
     notes = [
         BASIS.format(name=gpu.name, gib=gpu.gib),
+        "`done`: runs with all scores of the study; `partly`: trained runs of which some are missing.",
         "`adclr study NAME --dry-run` names the runs of a study, `--small` takes its small variant.",
     ]
-    return "\n".join([*_align(rows, right=range(1, 5)), "", *notes])
+    return "\n".join([*_align(rows, right=range(1, 6)), "", *notes])
 
 
 def describe_study(overview: Overview, gpu: Gpu, file: Path) -> str:
