@@ -255,6 +255,15 @@ def test_a_list_names_local_and_remote_images(store: Server, folder: ImageFolder
             source.read(index)
 
 
+def test_a_url_without_a_bucket_and_a_host_that_is_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("s3://", "s3://no bucket/x"):
+        with pytest.raises(UserError, match=f"^{url} names no bucket; check the URL$"):
+            open_source(url)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"x\.tar cannot be reached \(Cannot connect to host 127\.0\.0\.1:1"):
+        open_source("https://127.0.0.1:1/x.tar")
+
+
 def test_https_reads_lists_and_shards(store: Server, folder: ImageFolder, tmp_path: Path) -> None:
     write_shards(folder, tmp_path / "shards", 2)
     store.put_folder(tmp_path / "shards", "web")

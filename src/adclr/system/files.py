@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from adclr.config.parsing import UserError
 from adclr.system import locks
+from adclr.system.store_urls import url_of
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
@@ -94,6 +95,9 @@ def lock(folder: Path, use: str) -> Iterator[IO[bytes]]:
 
 def check_writable(path: Path) -> None:
     """Refuse, before any work is done, if a file or folder cannot be written there."""
+    url = url_of(path)
+    if url is not None:
+        raise UserError(f"{url} is in a store, to which only adclr embed and adclr export write; name a path on a disk")
     parent = path
     try:
         while not parent.exists() and parent != parent.parent:
