@@ -150,7 +150,10 @@ def test_a_store_that_is_down_is_named_and_no_image_is_blamed(
         return read(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stores, "read", read_and_fail)
-    with store.faults(), pytest.raises(UserError, match=r"^s3://pictures/train/.* cannot be reached \(.*tries\); see"):
+    with (
+        store.faults(),
+        pytest.raises(UserError, match=r"^s3://pictures/train/.* cannot be reached \(.*tries\); check"),
+    ):
         package.pretrain(url, out=tmp_path / "run", **settings)
     assert not (tmp_path / "run" / "quarantine.jsonl").exists()
     monkeypatch.setattr(stores, "_down", {})
@@ -253,6 +256,15 @@ def test_a_list_names_local_and_remote_images(store: Server, folder: ImageFolder
     for index in (2, 3):
         with pytest.raises(FileNotFoundError):
             source.read(index)
+
+
+def test_a_url_without_a_bucket_and_a_host_that_is_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("s3://", "s3://no bucket/x"):
+        with pytest.raises(UserError, match=f"^{url} names no bucket; check the URL$"):
+            open_source(url)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"x\.tar cannot be reached \(Cannot connect to host 127\.0\.0\.1:1"):
+        open_source("https://127.0.0.1:1/x.tar")
 
 
 def test_https_reads_lists_and_shards(store: Server, folder: ImageFolder, tmp_path: Path) -> None:

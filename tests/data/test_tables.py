@@ -137,6 +137,16 @@ def test_labels_of_web_datasets(folder: ImageFolder, tmp_path: Path) -> None:
     assert labels == {"a.jpg": "3", "b.png": "owl", "c.jpg": None, "d.jpg": "0", "e.jpg": "2", "f.jpg": None}
 
 
+def test_evaluations_say_where_a_label_is_missing(folder: ImageFolder, tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    write_web(tmp_path / "shards" / "x.tar", {f"{i}.png": folder.read(i) for i in range(9)})
+    with pytest.raises(UserError, match=r"x\.tar/\d\.png has no label in a \.cls or \.json beside it"):
+        open_labeled(tmp_path / "shards")
+    write(tmp_path / "tables" / "x.parquet", {"image": [folder.read(i) for i in range(9)]})
+    with pytest.raises(UserError, match=r"x\.parquet/\d{9} has no label; the data set needs a column of classes"):
+        open_labeled(tmp_path / "tables")
+
+
 def test_web_datasets_are_probed_by_their_labels(images: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
         own = ImageFolder(images / split)
@@ -226,6 +236,8 @@ def test_data_sets_in_the_hugging_face_cache(folder: ImageFolder, cached: Path) 
         open_source("hf:parquet")
     with pytest.raises(UserError, match="hf:someone/Birds/dev is not among the splits of someone/Birds, test, train"):
         open_source("hf:someone/Birds/dev")
+    with pytest.raises(UserError, match=r"^hf: names no data set; write hf:NAME"):
+        open_source("hf:")
     with pytest.raises(UserError, match=r"hf:nobody/nothing is neither .* nor in the Hugging Face cache"):
         open_source("hf:nobody/nothing")
     assert cached.exists()

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from pyarrow import parquet
 
 import adclr as package
 from adclr.config.parsing import UserError
-from adclr.features import embedding
+from adclr.features import embedding, embedding_files
 from adclr.features.embedding_workers import SharedParts
+from adclr.system.files import write_json
 from tiny import TINY
 
 
@@ -81,6 +83,72 @@ def test_a_part_has_one_worker_and_is_free_when_that_is_gone(tmp_path: Path) -> 
     assert parquet.read_table(sorted((tmp_path / "out").glob("*.parquet")))["path"].to_pylist() == [
         f"{index}.png" for index in range(40)
     ]
+
+
+def test_workers_that_end_one_after_the_other_leave_only_the_parts(tmp_path: Path) -> None:
+    """Two work together; a third one begins while the first is about to finish."""
+    one, two, late = (parts_of(tmp_path / "out") for _ in range(3))
+    with one.open(), two.open():
+        for number in one.missing():
+            one.write(number, rows_of(one, number), {})
+        about = one.finish({})
+        with late.open():
+            assert not list(late.missing())
+            assert not late.wait()
+            assert late.finish({}) == about
+        assert two.finish({}) == about
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"_embed.json", *(f"part-{number:06d}.parquet" for number in range(10))}
+
+
+def test_a_command_that_comes_while_the_last_worker_clears_away_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_come(path: Path, value: Any) -> None:
+        write_json(path, value)
+        if value.get("finished"):
+            assert parts_of(tmp_path / "out").finished() is not None
+
+    one = parts_of(tmp_path / "out")
+    with one.open():
+        for number in one.missing():
+            one.write(number, rows_of(one, number), {})
+        monkeypatch.setattr(embedding_files, "write_json", write_and_come)
+        assert one.finish({})["rows"] == 40
+
+
+def test_a_folder_is_ours_before_its_description_is_there(tmp_path: Path) -> None:
+    """Another worker looks, or the first one is killed, while that makes locks and writes the description."""
+    out = tmp_path / "out"
+    for name in ("_done", "_claims"):
+        (out / name).mkdir(parents=True)
+    for name in (".lock", ".setup", "._embed.json.17.tmp"):
+        (out / name).touch()
+    parts = parts_of(out)
+    assert parts.finished() is None
+    with parts.open():
+        assert len(list(parts.missing())) == 10
+    (tmp_path / "other" / "_claims").mkdir(parents=True)
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(UserError, match="was not written by adclr embed"):
+        parts_of(tmp_path / "other").finished()
+
+
+def test_a_folder_is_ours_whose_first_worker_begins_while_another_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    first, iterdir = parts_of(tmp_path / "out"), Path.iterdir
+
+    def begin_and_list(folder: Path) -> Iterator[Path]:
+        monkeypatch.undo()
+        with first.open():
+            number = next(iter(first.missing()))
+            first.write(number, rows_of(first, number), {})
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", begin_and_list)
+    assert parts_of(tmp_path / "out").finished() is None
 
 
 def test_who_may_write_to_a_folder(tmp_path: Path, run: Path, images: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -110,6 +111,45 @@ def test_a_run_does_not_lie_in_a_store(store: Server, images: Path, adclr: Adclr
     refused = adclr("pretrain", images, "--out", "s3://pictures/run", *words(TINY))
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "a run lies on a disk of this machine, not at s3://pictures/run" in refused.stderr
+
+
+def test_what_a_command_cannot_do_with_a_store_is_refused_at_once(
+    run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path made of a URL, s3:/bucket/x, would be a folder of that name on this machine."""
+    monkeypatch.chdir(tmp_path)
+    url, data, scored = "s3://ann:TopSecret1@pictures/x", images / "val", ("--weights", run, "device=cpu")
+    commands: dict[str, list[tuple[object, ...]]] = {
+        "to which only adclr embed and adclr export write": [
+            ("doctor", data, "--out", url),
+            ("visualize", "pca", run, data, "--out", url, "device=cpu"),
+            ("evaluate", "knn", *scored, "--data", images, "--out", f"{url}.json"),
+            ("report", run, "--out", f"{url}.html"),
+            ("demo", "--out", url),
+            ("study", "main", "--results", url),
+        ],
+        "reads? from a disk of this machine; copy it to one": [
+            ("evaluate", name, *scored, "--data", url) for name in ("incontext", "segmentation", "detection", "video")
+        ],
+        "imagenette=s3://pictures/x is in a store, and studies read from a disk": [
+            ("study", "main", f"imagenette={url}", "--results", tmp_path / "results")
+        ],
+    }
+    for message, lines in commands.items():
+        for line in lines:
+            with pytest.raises(SystemExit) as error:
+                cli.main([str(word) for word in line])
+            text = capsys.readouterr().err
+            assert (error.value.code, text.count("\n"), "TopSecret1" in text) == (2, 1, False), line
+            assert re.search(message, text), text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bucket_to_write_to_that_is_not_there_is_named(store: Server, run: Path) -> None:
+    assert store.port
+    url = "s3://absent/weights"
+    with pytest.raises(UserError, match=f"^{url}/README.md cannot be written, for its bucket does not exist; make it"):
+        package.export(run, to="safetensors", out=url)
 
 
 def test_credentials_are_in_no_file_and_no_output(

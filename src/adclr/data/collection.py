@@ -40,6 +40,8 @@ def open_source(where: str | Path, index: Path | None = None, allow_damaged: boo
     text = conceal(os.fspath(where))
     if text.startswith("hf:") and not is_remote(text):
         name = text.removeprefix("hf:")
+        if not name:
+            raise UserError("hf: names no data set; write hf:NAME, or hf:PATH of a saved one")
         if huggingface_cache.is_name(name):
             return _open_files(text, huggingface_cache.find_files(name), index, allow_damaged)
         return HuggingFace(name)

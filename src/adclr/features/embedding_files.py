@@ -218,7 +218,7 @@ class Parts:
             shutil.rmtree(self.folder)
         else:
             self._remove_earlier(files)
-            shutil.rmtree(self.done)
+            shutil.rmtree(self.done, ignore_errors=True)  # a command that finds all finished deletes it too
             (self.folder / ".lock").unlink(missing_ok=True)
         return about
 

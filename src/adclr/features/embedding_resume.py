@@ -24,6 +24,7 @@ Format = Literal["parquet", "safetensors", "npy"]
 Facts = Mapping[str, Any]
 MAP_KEYS = ("path", "key", "height", "width")  # of a row of index.jsonl, beside the file that the map is in
 STAMPS = ("time", "content")  # keys of a part in its record
+BEGUN = (".lock", ".setup", "_done", "_claims")  # what is there before the description; shared=true has all of them
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,14 @@ class PartStamps:
 def check_files(layout: EmbeddingLayout, overwrite: bool) -> None:
     """Refuse files that no embedding has written, where this one would write."""
     folder = layout.folder
-    if folder.is_dir() and not (layout.started.exists() and _is_description(layout.started)):
-        others = [path for path in folder.iterdir() if path.name not in (".lock", "_done")]
-        if others and (layout.single or not overwrite):  # the folder of a single file is deleted in the end
-            remedy = "choose another --out or remove it" if overwrite else outputs.REMEDY
-            raise UserError(f"{folder} was not written by adclr embed; {remedy}")
+    temporary = f".{layout.started.name}.*.tmp"  # the description while it is written
+    names = list(folder.iterdir()) if folder.is_dir() else []
+    others = [path for path in names if path.name not in BEGUN and not path.match(temporary)]
+    # looked for after the names: of several workers the first writes it before there are parts
+    is_embedding = not others or (layout.started.exists() and _is_description(layout.started))
+    if not is_embedding and (layout.single or not overwrite):  # the folder of a single file is deleted in the end
+        remedy = "choose another --out or remove it" if overwrite else outputs.REMEDY
+        raise UserError(f"{folder} was not written by adclr embed; {remedy}")
     if layout.single and not overwrite:
         checks = {layout.out: _is_parquet, layout.about: _is_description, layout.unreadable: _is_unreadable}
         for path, is_ours in checks.items():

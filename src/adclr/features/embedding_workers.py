@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from adclr.config.parsing import UserError
@@ -41,10 +42,11 @@ class SharedParts(Parts):
     @contextmanager
     def open(self) -> Iterator[None]:
         """Join the workers of the folder; the first one removes what a crash left, and checks what is there."""
-        self.done.mkdir(parents=True, exist_ok=True)
-        self.claims.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "a", encoding="utf-8") as file:
             with self._setup():
+                self.done.mkdir(exist_ok=True)
+                self.claims.mkdir(exist_ok=True)
                 if _lock(file.fileno(), fcntl.LOCK_EX):
                     self._begin()
                 elif not _lock(file.fileno(), fcntl.LOCK_SH):
@@ -63,9 +65,13 @@ class SharedParts(Parts):
 
     @contextmanager
     def _setup(self) -> Iterator[None]:
-        with open(self.folder / ".setup", "a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        path = self.folder / ".setup"
+        while True:
+            with open(path, "a", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if _is_file(file.fileno(), path):  # else the worker that held it has finished and deleted it
+                    yield
+                    return
 
     def _check_same(self) -> None:
         """Refuse to join workers that make another embedding."""
@@ -126,13 +132,19 @@ class SharedParts(Parts):
     def finish(self, more: Facts) -> dict[str, Any]:
         """Write the description if no other worker has, and return it."""
         with self._setup():
-            if self._is_finished():
-                described: dict[str, Any] = read_json(self.layout.about)
-                return described
-            about = super().finish(more)
-            shutil.rmtree(self.claims, ignore_errors=True)
+            about: dict[str, Any] = read_json(self.layout.about) if self._is_finished() else super().finish(more)
+            for folder in (self.done, self.claims):  # a worker that began meanwhile has made them again
+                shutil.rmtree(folder, ignore_errors=True)
             (self.folder / ".setup").unlink(missing_ok=True)
             return about
+
+
+def _is_file(handle: int, path: Path) -> bool:
+    """Return whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(handle: int, kind: int) -> bool:

@@ -23,6 +23,7 @@ from adclr.study.study_file import SCENES, Cell, Study, data_folder, data_name, 
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.outputs import is_searched
+from adclr.system.store_urls import conceal, is_remote
 from adclr.system.text import printable, printable_lines
 from adclr.training import plan_gpus
 
@@ -132,6 +133,8 @@ def _check_folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
     folders = {SCENES: Path()} if SCENES in study.data_names() else {}  # rendered when they are needed
     unused = []
     for name, value in data.items():
+        if is_remote(str(value)):
+            raise UserError(f"{name}={conceal(str(value))} is in a store, and studies read from a disk; copy it to one")
         folder = Path(str(value)).absolute()
         if name in study.data_names():
             if not folder.is_dir():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from adclr.config.errors import UserError
+from adclr.system.store_urls import url_of
 
 # Windows has other locks, and neither links nor signals as they are used here
 LOCKS_EXIST = find_spec("fcntl") is not None
@@ -122,6 +123,9 @@ def lock(folder: Path, use: str) -> Iterator[IO[bytes]]:
 
 def check_writable(path: Path) -> None:
     """Refuse, before any work is done, if a file or folder cannot be written there."""
+    url = url_of(path)
+    if url is not None:
+        raise UserError(f"{url} is in a store, to which only adclr embed and adclr export write; name a path on a disk")
     parent = path
     try:
         while not parent.exists() and parent != parent.parent:

@@ -47,6 +47,12 @@ def is_remote(name: str | os.PathLike[str]) -> bool:
     return URL.match(os.fspath(name)) is not None
 
 
+def url_of(path: os.PathLike[str]) -> str | None:
+    """Return the URL, without credentials, that a path was made of, s3:/bucket/x; None of another path."""
+    url = os.fspath(path).replace(":/", "://", 1)
+    return conceal(url) if URL.match(url) else None
+
+
 def scheme_of(url: str) -> str:
     """Return the scheme of a URL."""
     return url.partition("://")[0]

@@ -17,6 +17,9 @@ from adclr.data.collection import is_folder, open_source
 from adclr.data.sets import split_by_key
 from adclr.data.sets.public import KINDS, open_set
 from adclr.data.sources import Source, Subset, huggingface_cache
+from adclr.data.sources.huggingface import HuggingFace
+from adclr.data.sources.tables import Tables
+from adclr.data.sources.tar_shards import TarShards
 from adclr.system.store_urls import conceal, is_remote
 
 
@@ -100,5 +103,15 @@ def _numbered(source: Source, numbers: dict[str, int]) -> Split:
 def _label(source: Source, index: int) -> str:
     label = source.label(index)
     if label is None:
-        raise UserError(f"{source.root}/{source.paths[index]} lies in no class folder; put it into one or remove it")
+        raise UserError(f"{source.root}/{source.paths[index]} {_without_label(source)}")
     return label
+
+
+def _without_label(source: Source) -> str:
+    """Return what an image without a label lacks, and what to do about it."""
+    whole = source.whole if isinstance(source, Subset) else source
+    if isinstance(whole, TarShards):
+        return "has no label in a .cls or .json beside it, and lies in no class folder of its shard; add one of these"
+    if isinstance(whole, Tables | HuggingFace):
+        return "has no label; the data set needs a column of classes, called label"
+    return "lies in no class folder; put it into one or remove it"

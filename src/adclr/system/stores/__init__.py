@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from adclr.config.errors import UserError
 from adclr.system.optional import not_installed, require
-from adclr.system.store_urls import SCHEMES, WRITABLE, conceal, join, reveal, scheme_of
+from adclr.system.store_urls import SCHEMES, WRITABLE, conceal, is_remote, join, reveal, scheme_of
 from adclr.system.text import one_line
 from adclr.system.threads import ThreadPool
 
@@ -106,6 +106,8 @@ def _try_again(url: str, call: Callable[[], T]) -> T:
             raise
         except Exception as error:  # each store has its own kinds, not all of them are `OSError`
             tries += 1
+            if type(error).__name__ == "ParamValidationError":  # of botocore, which has not even asked
+                raise UserError(f"{url} names no bucket; check the URL") from None
             status = _status(error)
             if status in (404, 410):
                 raise FileNotFoundError(2, "the object does not exist", url) from None
@@ -150,6 +152,8 @@ def _status(error: BaseException) -> int | None:
 
 def _reason(error: Exception) -> str:
     """Return the message of an error without what could be a credential, in one line."""
+    if is_remote(str(error)) and isinstance(error.__cause__, Exception):  # the URL alone says nothing
+        error = error.__cause__
     return conceal(one_line(error, 150)).partition("?")[0].rstrip(".")
 
 
@@ -266,7 +270,12 @@ def upload(folder: Path, names: Iterable[str], url: str) -> None:
         _filesystem(url).put_file(str(folder / name), reveal(join(url, name)))
 
     for name in names:
-        _try_again(join(url, name), partial(put, name))
+        try:
+            _try_again(join(url, name), partial(put, name))
+        except FileNotFoundError:
+            raise UserError(
+                f"{join(url, name)} cannot be written, for its bucket does not exist; make it, or choose another --out"
+            ) from None
 
 
 def delete(url: str) -> None:
