@@ -350,6 +350,7 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
     data = conceal(data)
     source = open_source(data, allow_damaged=True)
     collection.check_apart(out, source)
+    collection.check_no_images(out, files[0], overwrite)
     decoder = Decoder(settings.max_pixels, settings.num_channels, settings.max_value)
     workers = settings.num_workers or cpu_count()
     findings = list(track(_examine_all(source, decoder, workers), "examining", len(source)))
