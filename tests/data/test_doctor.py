@@ -243,6 +243,15 @@ def test_bands_are_named_with_the_setting_that_reads_them(tmp_path: Path, pages:
     assert build(Settings, load_recipe("adclr_small"), parse_words(words)).model.num_channels == 5
 
 
+def test_a_file_of_colors_that_pillow_does_not_know_has_a_format(tmp_path: Path) -> None:
+    import tifffile
+
+    (tmp_path / "data").mkdir()
+    tifffile.imwrite(tmp_path / "data" / "a.tif", RNG.random((40, 40, 3), np.float32), photometric="rgb")
+    report = doctor.examine_collection(str(tmp_path / "data"), tmp_path / "out", doctor.DoctorSettings(num_workers=1))
+    assert (report["readable"], report["formats"], report["modes"]) == (1, {"TIFF": 1}, {"3 bands": 1})
+
+
 def test_dangling_links_are_named(tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "sub").mkdir(parents=True)

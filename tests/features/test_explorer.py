@@ -278,8 +278,23 @@ def test_elsewhere_a_token_is_needed(photos: Path) -> None:
         assert "token" not in entered.headers["location"]
         assert actual.get("/").status_code == 200  # by the cookie
         actual.cookies.clear()
-        actual.cookies.set(server.COOKIE, "wrong")
+        actual.cookies.set(f"{server.COOKIE}_80", "wrong")
         assert actual.get("/").status_code == 401
+
+
+def test_two_explorers_of_one_machine_have_their_own_cookies(photos: Path) -> None:
+    cookies: Any = {}  # of one browser, which sends those of a host to all its ports
+    servers = [
+        TestClient(server.build(gallery(photos), token), base_url=f"http://far.example:{port}")
+        for token, port in (("one", 8765), ("two", 8766))
+    ]
+    for client, token in zip(servers, ("one", "two"), strict=True):
+        client.cookies = cookies
+        assert client.get(f"/?token={token}").status_code == 200
+        cookies = client.cookies
+    for client in servers:
+        client.cookies = cookies
+        assert client.get("/").status_code == 200
 
 
 def test_printed_addresses_can_be_opened() -> None:

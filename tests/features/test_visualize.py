@@ -234,6 +234,13 @@ def test_the_colors_rise_in_brightness() -> None:
     assert (np.diff(brightness) > 0).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_maps_of_a_diverged_network_are_drawn_without_a_warning() -> None:
+    image, values = Image.new("RGB", (32, 32), "white"), np.full((4, 4), np.nan, np.float32)
+    assert drawing.overlay_attention(image, values).size == image.size
+    assert drawing.overlay_colors(image, np.stack([values] * 3, axis=-1)).getpixel((16, 16)) == (0, 0, 0)
+
+
 def test_a_sheet_has_room_for_its_words() -> None:
     cell = Tile(Image.new("RGB", (160, 90), "red"), "a title that is far too long to fit above its cell", "and a note")
     made = drawing.compose_sheet(

@@ -293,6 +293,28 @@ def test_a_folder_that_is_searched_for_images_is_no_output(collection: Path, tmp
     assert sorted(collection.rglob("*")) == before
 
 
+def test_pictures_do_not_go_among_images_of_another_collection(
+    collection: Path, images: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = next(path for path in sorted((images / "train").iterdir()) if path.is_dir())
+    out = shutil.copytree(others, tmp_path / "others")
+    before, data, overwrite = sorted(out.iterdir()), str(collection), ["--overwrite"]
+    doctor = ["doctor", data, "--out", str(out)]
+    visualize = ["visualize", "pca", str(weights), data, "--out", str(out), "num_images=2", "device=cpu"]
+    for words in (doctor, visualize):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        assert f"{out} has other images, such as " in capsys.readouterr().err
+    assert sorted(out.iterdir()) == before
+    for words in (doctor, visualize):
+        with suppress(SystemExit):
+            cli.main(words + overwrite)
+        with suppress(SystemExit):
+            cli.main(words)  # into a folder that has its own files by now
+        assert "other images" not in capsys.readouterr().err
+    assert {"doctor.json", "pca.json"} <= {path.name for path in out.iterdir()}
+
+
 def test_no_file_goes_among_the_images_either(
     collection: Path, weights: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,20 @@ def test_letters_of_other_scripts_are_drawn_from_a_font_of_the_system() -> None:
     assert len(set(drawn)) == 3  # neither boxes nor question marks
 
 
+@pytest.mark.skipif(not DEJAVU, reason="DejaVu is not installed here")
+@pytest.mark.parametrize("sign", ["\u093f", "\u094d", "\u0e34"])  # of Hindi and Thai
+def test_vowel_signs_that_a_font_lacks_are_not_drawn_as_boxes(sign: str) -> None:
+    dejavu = next(path for path in fonts._paths() if path.endswith("/DejaVuSans.ttf"))
+    assert not fonts._has(dejavu, sign)
+    assert fonts._spell_out(f"é{sign}", {sign}, dejavu) == f"éU+{ord(sign):04X}"
+
+
+@pytest.mark.usefixtures("no_fonts")
+def test_accents_and_spaces_of_other_kinds_are_drawn_as_letters_and_spaces() -> None:
+    assert fonts.drawable_text("cafe\u0301", 13).text == "cafe"  # as macOS writes the name of a file
+    assert fonts.drawable_text("Screenshot 9.41\u202fAM\u3000a\u00a0b", 13).text == "Screenshot 9.41 AM a b"
+
+
 @pytest.mark.usefixtures("no_fonts")
 def test_letters_that_no_font_has_are_spelled(capsys: pytest.CaptureFixture[str]) -> None:
     assert fonts.drawable_text("café", 13).text == "cafe"  # without its accent it is still read

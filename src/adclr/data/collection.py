@@ -16,7 +16,7 @@ from adclr.config.parsing import UserError
 from adclr.data.decode import Unreadable, size_of
 from adclr.data.listing import Listing, load_listing
 from adclr.data.listing_builder import load_shared
-from adclr.data.sources import FileList, ImageFolder, Source, huggingface_cache, index_folder
+from adclr.data.sources import SUFFIXES, FileList, ImageFolder, Source, huggingface_cache, index_folder
 from adclr.data.sources.huggingface import HuggingFace
 from adclr.data.sources.object_stores import StoreFolder, open_list
 from adclr.data.sources.tables import SUFFIXES as TABLES
@@ -24,6 +24,7 @@ from adclr.data.sources.tables import Tables
 from adclr.data.sources.tar_shards import TarShards
 from adclr.system import stores
 from adclr.system.machine import gpu_bytes
+from adclr.system.outputs import read_author
 from adclr.system.store_urls import base_name, conceal, is_remote
 from adclr.system.threads import ThreadPool, wait_for
 
@@ -176,6 +177,24 @@ def check_apart(out: Path, source: Source, option: str = "--out", is_file: bool 
         return
     if source.holds(out.parent if is_file else out):
         raise UserError(describe_inside(out, source.root, option))
+
+
+def check_no_images(out: Path, record: Path, overwrite: bool) -> None:
+    """Refuse a folder with images that no command wrote, as long as this command has not written its `record` there.
+
+    That is a collection too, though not the one that is read: pictures in it would be taken for images by a later run.
+    """
+    if overwrite or record.exists() or not out.is_dir():
+        return
+    with os.scandir(out) as entries:
+        visible = (entry for entry in entries if not entry.name.startswith(".") and entry.is_file())
+        images = (entry for entry in visible if entry.name.lower().endswith(SUFFIXES))
+        other = next((entry.name for entry in images if read_author(Path(entry.path)) is None), None)
+    if other is not None:
+        raise UserError(
+            f"{out} has other images, such as {other}, and a run on them would take pictures that are written there "
+            "for more of them; choose another --out, or say --overwrite to write there"
+        )
 
 
 def describe_inside(out: str | Path, root: str | Path, option: str = "--out") -> str:

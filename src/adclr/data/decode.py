@@ -15,7 +15,9 @@ libjpeg only warns. It is decoded to the size in its header.
 from __future__ import annotations
 
 import io
+import logging
 import re
+import warnings
 import zlib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -36,6 +38,8 @@ DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's modes of 
 WHITES = (255, 1023, 4095, 16383, 65535)  # the value of white in images of 8, 10, 12, 14 and 16 bits
 PNG = b"\x89PNG\r\n\x1a\n"
 TIFF, BIG_TIFF = (b"II*\0", b"MM\0*"), (b"II+\0", b"MM\0+")
+# First bytes of files; BMP has two letters only, with which texts begin too
+BEGINNINGS = {"JPEG": (b"\xff\xd8\xff",), "PNG": (PNG,), "TIFF": TIFF + BIG_TIFF, "GIF": (b"GIF87a", b"GIF89a")}
 WIDTH, HEIGHT, SAMPLES, EXTRA_SAMPLES = 256, 257, 277, 338  # tags of TIFF; extra samples are those beyond the colors
 OFFSETS = (273, 324)  # tags with the offsets of strips or tiles
 ALPHA = (1, 2)  # values of EXTRA_SAMPLES
@@ -50,6 +54,9 @@ BICUBIC = Image.Resampling.BICUBIC
 
 # Our own limit is checked before decoding; Pillow's would hold for every caller in the process.
 Image.MAX_IMAGE_PIXELS = None
+# Of a damaged file `Unreadable` says what is wrong; these would print it too, without the name of the file.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)
 
 
 class Unreadable(Exception):
@@ -95,11 +102,11 @@ class Decoder:
         except ImportError as error:  # also of a package that adclr always needs
             raise optional.not_installed(error.name or "a package", "adclr", "decoding") from None
         except UnidentifiedImageError:
-            raise Unreadable(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
+            raise Unreadable(_unknown(data)) from None
         # Decoders raise far more kinds of error on broken files than they document (SyntaxError, IndexError, ...)
         except Exception as error:
             _check_memory(error)
-            raise Unreadable(_reason(error)) from None
+            raise Unreadable(_reason(error, data)) from None
 
     def _check(self, height: int, width: int) -> None:
         if width * height > self.max_pixels:
@@ -301,11 +308,22 @@ def _sentence(error: Exception) -> str:
     return re.sub(r"^.*\.(?:cpp|cc|h):\d+\W*", "", first)[:200]
 
 
-def _reason(error: Exception) -> str:
+def _unknown(data: bytes) -> str:
+    """Return why no decoder takes a file: its header is damaged, or its format is another one."""
+    for name, beginnings in BEGINNINGS.items():
+        if data.startswith(beginnings):
+            return f"broken {name}: it is cut off, or its header is damaged"
+    return f"it is not an image of a known format ({', '.join(FORMATS)})"
+
+
+def _reason(error: Exception, data: bytes) -> str:
     """Return why a file cannot be decoded, in plain words."""
     text = _sentence(error)
-    if "truncat" in text.lower():
+    cut_webp = data[:4] + data[8:12] == b"RIFFWEBP" and len(data) < 8 + int.from_bytes(data[4:8], "little")
+    if cut_webp or re.search("truncat|failed to read", text.lower()):
         return "the file is cut off: it ends before its last pixel"
+    if data.startswith(TIFF + BIG_TIFF) and _tiff_tags(data) is None:
+        return _unknown(data)
     return f"it cannot be decoded ({text})" if text else "it cannot be decoded"
 
 

@@ -111,8 +111,8 @@ def _kind(data: bytes) -> tuple[str, str, int]:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             mode = f"{image.mode}{DEEP_COLORS}" if is_deep(image, data) else image.mode
             return image.format or "?", mode, _pages(image) if image.format == "TIFF" else 1
-    except Exception:  # Pillow cannot read what another decoder has read
-        return "?", "?", 1
+    except Exception:  # a TIFF file of numbers that Pillow does not know, which another decoder has read
+        return "TIFF", f"{tiff_bands(data)} bands", 1
 
 
 def _pages(image: Image.Image) -> int:
@@ -350,6 +350,7 @@ def examine_collection(data: str, out: Path, settings: DoctorSettings, overwrite
     data = conceal(data)
     source = open_source(data, allow_damaged=True)
     collection.check_apart(out, source)
+    collection.check_no_images(out, files[0], overwrite)
     decoder = Decoder(settings.max_pixels, settings.num_channels, settings.max_value)
     workers = settings.num_workers or cpu_count()
     findings = list(track(_examine_all(source, decoder, workers), "examining", len(source)))

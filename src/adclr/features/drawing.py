@@ -32,8 +32,8 @@ MIN_SCALE = 2.0  # of a map of attention: one without a peak is to look flat
 
 
 def viridis(values: Floats) -> NDArray[np.uint8]:
-    """Return the colors of numbers in [0, 1], ... -> ...×3."""
-    positions = np.clip(values, 0, 1) * (len(VIRIDIS) - 1)
+    """Return the colors of numbers in [0, 1], ... -> ...×3; those of a diverged network, which are not, count as 0."""
+    positions = np.nan_to_num(np.clip(values, 0, 1)) * (len(VIRIDIS) - 1)
     rgb = [np.interp(positions, np.arange(len(VIRIDIS)), VIRIDIS[:, channel]) for channel in range(3)]
     return np.stack(rgb, axis=-1).round().astype(np.uint8)
 
@@ -74,7 +74,7 @@ def dimmed(image: Image.Image, mask: NDArray[np.bool_]) -> Image.Image:
 def overlay_colors(image: Image.Image, colors: Floats, mask: NDArray[np.bool_] | None = None) -> Image.Image:
     """Return rows×columns×3 colors in [0, 1] enlarged to the image; patches outside of a mask are dark."""
     fine = np.stack([enlarge(colors[..., channel], image.height, image.width) for channel in range(3)], axis=-1)
-    picture = Image.fromarray((fine * 255).round().astype(np.uint8))
+    picture = Image.fromarray((np.nan_to_num(fine) * 255).round().astype(np.uint8))
     if mask is None:
         return picture
     return Image.composite(picture, Image.new("RGB", image.size, INK), _enlarge_mask(image, mask))

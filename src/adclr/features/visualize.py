@@ -59,6 +59,7 @@ def write_figures(
     inputs = _read_inputs(source, loaded, settings)
     files = [picture_file(out, number, image, name) for number, image in enumerate(inputs)]
     outputs.check_overwrite("visualize", files, overwrite, record)
+    collection.check_no_images(out, record, overwrite)
     figure = FIGURES[name][1](loaded, inputs, settings, out)
     for file, picture in figure.sheets.items():
         drawing.save_picture(out / file, picture, "visualize")

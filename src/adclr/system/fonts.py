@@ -44,9 +44,10 @@ def drawable_text(text: str, size: int) -> DrawableText:
     """Return a name with a font in which it can be read, at a size in pixels.
 
     Characters that no font here has are spelled out: an accent is dropped (café: cafe), any other letter becomes its
-    code point (犬: U+72AC).
+    code point (犬: U+72AC). Accents that are characters of their own, as in names of files of macOS, are first joined
+    to their letters; spaces of other kinds are drawn as plain ones.
     """
-    text = printable(text)
+    text = "".join(" " if c.isspace() else c for c in unicodedata.normalize("NFC", printable(text)))
     needed = "".join(sorted({c for c in text if not c.isascii()}))
     path = _best(needed)
     missing = {c for c in needed if not _has(path, c)}
@@ -99,21 +100,25 @@ def _best(needed: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _open(path: str, size: int) -> Font:
+def _open(path: str, size: int, layout: ImageFont.Layout | None = None) -> Font:
     if not path:
         return ImageFont.load_default(size=size)
-    return ImageFont.truetype(path, size)
+    return ImageFont.truetype(path, size, layout_engine=layout)
 
 
 @lru_cache(maxsize=2**18)
 def _has(path: str, character: str) -> bool:
-    """Return whether a font has a glyph for a character; Pillow offers no other way than to compare pixels."""
+    """Return whether a font has a glyph for a character; Pillow offers no other way than to compare pixels.
+
+    By the basic layout: the other one puts a dotted circle before a vowel sign, such as Hindi's, that stands alone, so
+    that a missing sign would not look like a missing character.
+    """
     try:
-        font = _open(path, PROBE_SIZE)
+        font = _open(path, PROBE_SIZE, ImageFont.Layout.BASIC)
         glyph, missing = font.getmask(character), font.getmask(NO_CHARACTER)
     except (OSError, ValueError, ImportError):  # a font of colors or fixed sizes, or a damaged one
         return False
-    return bool(character.isspace()) or (glyph.size, bytes(glyph)) != (missing.size, bytes(missing))
+    return (glyph.size, bytes(glyph)) != (missing.size, bytes(missing))
 
 
 def _spell_out(text: str, missing: set[str], path: str) -> str:

@@ -232,15 +232,16 @@ class Guard:
         """Return the response to a request that may not pass; None if it may."""
         if self.token is None:
             return None if _host(request.headers) in LOCAL else JSONResponse({"error": "this is not its name"}, 421)
+        cookie = f"{COOKIE}_{request.url.port or 80}"  # browsers send the cookies of a host to all its ports
         token = request.query_params.get("token")
         if token is not None and _same(token, self.token):
             answer = RedirectResponse(request.url.remove_query_params("token").path or "/", 303)
             # Lax: browsers withhold a strict cookie when the link was clicked on another site, so the redirect would
             # end in a 401. Other sites still cannot use it: requests that their pages make come without the cookie,
             # and a navigation, which comes with it, only reads.
-            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="lax")
+            answer.set_cookie(cookie, self.token, httponly=True, samesite="lax")
             return answer
-        if _same(request.cookies.get(COOKIE, ""), self.token):
+        if _same(request.cookies.get(cookie, ""), self.token):
             return None
         return JSONResponse({"error": "a token is needed: open the address that adclr explore has printed"}, 401)
 
