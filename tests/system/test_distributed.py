@@ -37,6 +37,28 @@ def test_a_process_without_a_gpu_of_its_own_shares_one_only_if_asked(monkeypatch
     assert (machine.gpu_sharers(), distributed.gpu_number()) == (1, 1)
 
 
+def test_processes_that_torchrun_starts_again_do_not_find_what_the_first_ones_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun keeps one store, in which gloo leaves the addresses of its processes."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (environment | {"MASTER_PORT": str(server.port)}).items():
+        monkeypatch.setenv(name, value)
+
+    def store(start: int) -> Any:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        return distributed._store_of_this_start()
+
+    store(0).set("address", "here")
+    assert store(0).check(["address"])
+    assert not store(1).check(["address"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # machines, which count for themselves
+    assert store(1) is None
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # without torchrun
+    assert distributed._store_of_this_start() is None
+
+
 @dataclass(frozen=True)
 class Unsharded:
     """What `job.shard` looks at before it shards."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,13 @@ def session(device: torch.device) -> Iterator[None]:
         yield
         return
     # NCCL refuses processes that share a GPU
-    dist.init_process_group("nccl" if device.type == "cuda" and machine.gpu_sharers() == 1 else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if device.type == "cuda" and machine.gpu_sharers() == 1 else "gloo"
+    store = _store_of_this_start()
+    if store is None:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield
     except RuntimeError as error:
@@ -37,6 +44,21 @@ def session(device: torch.device) -> Iterator[None]:
     finally:
         gc.collect()  # DDP's reducer holds the group in a cycle; left to the interpreter's end it can abort
         dist.destroy_process_group()
+
+
+def _store_of_this_start() -> Any:
+    """Return torchrun's store with names of their own for each of its restarts; None where there is none to restart.
+
+    torchrun keeps one store over all restarts, in which a process would find the addresses of those that have died.
+    On several machines it counts restarts by machine, and not all have the same number.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start {start}", store)  # type: ignore[attr-defined]
 
 
 def rank() -> int:
