@@ -128,11 +128,8 @@ def test_what_a_command_cannot_do_with_a_store_is_refused_at_once(
             ("demo", "--out", url),
             ("study", "main", "--results", url),
         ],
-        "reads? from a disk of this machine; copy it to one": [
-            ("evaluate", name, *scored, "--data", url) for name in ("incontext", "segmentation", "detection", "video")
-        ],
-        "imagenette=s3://pictures/x is in a store, and studies read from a disk": [
-            ("study", "main", f"imagenette={url}", "--results", tmp_path / "results")
+        "imagenette=s3://pictures/x is in a store; copy it to a disk that all machines of the cluster share": [
+            ("study", "main", f"imagenette={url}", "--results", tmp_path / "results", "--launcher", "slurm")
         ],
     }
     for message, lines in commands.items():

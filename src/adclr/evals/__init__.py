@@ -43,7 +43,6 @@ WRITES: dict[str, tuple[str, ...]] = {
 LABELED = ("knn", "linear", "finetune", "transfer", "matching")
 SEARCHED = ("train", "val", "images", "labels", "annotations", "JPEGImages", "Annotations")
 NAMES = tuple(WRITES)
-ON_DISK = ("incontext", "segmentation", "video", "detection")  # their labels are files that are read from a disk
 
 
 def import_evaluation(name: str) -> ModuleType:
@@ -93,8 +92,6 @@ def run_evaluation(
 ) -> dict[str, Any]:
     """Return the scores; the first process writes them to `out`, and with `say` prints them."""
     prefix = None
-    if name in ON_DISK and is_remote(settings.data):
-        raise UserError(f"{settings.data} is in a store, and {name} reads from a disk of this machine; copy it to one")
     if out is not None:
         prefix = out.with_suffix("") if out.suffix == ".json" else out.with_name(out.name + "-more")
         _check_output(name, settings, out, prefix, overwrite)

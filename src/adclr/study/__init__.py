@@ -24,6 +24,7 @@ from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically, write_json
 from adclr.system.outputs import is_searched
 from adclr.system.store_urls import conceal, is_remote
+from adclr.system.stores.local_copy import local_folder
 from adclr.system.text import printable, printable_lines
 from adclr.training import plan_gpus
 
@@ -66,7 +67,7 @@ def run_study(
     _check_launcher(launcher, slurm, minutes)
     file, is_shipped = shipped.find_study(file)
     study = read_study(file)
-    folders = _check_folders(study, data)
+    folders = _check_folders(study, data, launcher)
     if results is None:
         results = shipped.WORKING_RESULTS if is_shipped else file.parent / "results"
     store = Results(results, compute_fingerprints(study, folders))
@@ -128,13 +129,20 @@ def _check_launcher(launcher: str, slurm: str, minutes: float | None) -> None:
         raise UserError('--minutes is for runs on this machine; limit those in SLURM by --slurm "--time=4:00:00"')
 
 
-def _check_folders(study: Study, data: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the folders of the data sets of a study; `data` may name those of other studies too."""
+def _check_folders(study: Study, data: Mapping[str, Any], launcher: str) -> dict[str, Path]:
+    """Return the folders of the data sets of a study; `data` may name those of other studies too.
+
+    Those in a store are copied to the local cache.
+    """
     folders = {SCENES: Path()} if SCENES in study.data_names() else {}  # rendered when they are needed
     unused = []
     for name, value in data.items():
-        if is_remote(str(value)):
-            raise UserError(f"{name}={conceal(str(value))} is in a store, and studies read from a disk; copy it to one")
+        url = conceal(str(value)) if is_remote(str(value)) else None
+        if url is not None and launcher == "slurm":
+            raise UserError(f"{name}={url} is in a store; copy it to a disk that all machines of the cluster share")
+        if url is not None and name in study.data_names():
+            folders[name] = local_folder(url)
+            continue
         folder = Path(str(value)).absolute()
         if name in study.data_names():
             if not folder.is_dir():

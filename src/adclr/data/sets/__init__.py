@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +16,31 @@ from adclr.data.decode import Decoder, Unreadable, size_of
 from adclr.data.random_draws import Keys, mix
 from adclr.system.machine import cpu_count
 from adclr.system.progress import track
+from adclr.system.store_urls import is_remote
+from adclr.system.stores.local_copy import local_folder
 
 NUM_NAMED = 3  # problems that a message names
 Item = TypeVar("Item")
+Others = ParamSpec("Others")
+Opened = TypeVar("Opened")
+
+
+def takes_url(
+    open_folder: Callable[Concatenate[str | Path, Others], Opened],
+) -> Callable[Concatenate[str | Path, Others], Opened]:
+    """Let a function that opens a folder take a URL too: the folder is copied from the store to the local cache."""
+
+    @wraps(open_folder)
+    def open_anywhere(path: str | Path, /, *others: Others.args, **named: Others.kwargs) -> Opened:
+        if not is_remote(path):
+            return open_folder(path, *others, **named)
+        local = local_folder(str(path))
+        try:
+            return open_folder(local, *others, **named)
+        except UserError as error:  # with the name that the user gave
+            raise UserError(str(error).replace(str(local), str(path))) from None
+
+    return open_anywhere
 
 
 def split_by_key(keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
-from adclr.data.sets import check_each, image_size, refuse
+from adclr.data.sets import check_each, image_size, refuse, takes_url
 from adclr.data.sources import Source, read_file
 from adclr.system.optional import require
 from adclr.system.text import printable
@@ -93,6 +93,7 @@ class Instances:
         return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 
 
+@takes_url
 def open_instances(path: str | Path, train: str, val: str, drop_bad: bool = False) -> tuple[Instances, Instances]:
     """Return the train and val objects, both checked; `drop_bad` leaves bad objects out instead of refusing them."""
     root = Path(path)

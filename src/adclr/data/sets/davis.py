@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable
-from adclr.data.sets import refuse
+from adclr.data.sets import refuse, takes_url
 from adclr.data.sets.pixels import read_label
 from adclr.data.sources import SUFFIXES, read_file
 
@@ -48,6 +48,7 @@ def read_frame(path: str, decoder: Decoder) -> Pixels:
     return decoder(read_file(path))
 
 
+@takes_url
 def open_davis(path: str | Path, split: str = "val", year: str = "2017", resolution: str = "480p") -> list[Clip]:
     """Return the clips of a split, by their names alone; `check` reads their first frames."""
     root = Path(path)

@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 
 from adclr.config.parsing import UserError
 from adclr.data.decode import Decoder, Pixels, Unreadable, resize_channels
-from adclr.data.sets import check_each, image_size, refuse, split_by_key
+from adclr.data.sets import check_each, image_size, refuse, split_by_key, takes_url
 from adclr.data.sources import ImageFolder, Source, index_folder, lost_folder, read_file
 
 IGNORE = 255
@@ -154,6 +154,7 @@ def read_label(data: bytes, max_pixels: int = 100_000_000) -> NDArray[np.uint16]
     return values.astype(np.uint16)
 
 
+@takes_url
 def open_segmented(path: str | Path, train: str = "train", val: str = "val", ignore: int = IGNORE) -> Segmented:
     """Return the pairs of a folder, by their names alone; `check` reads them."""
     root = Path(path)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from adclr.config.parsing import UserError
+from adclr.data.sets import takes_url
 from adclr.data.sources import Source
 from adclr.system.files import read_json
 from adclr.system.optional import require
@@ -131,6 +132,11 @@ KINDS: dict[str, Callable[[Path], tuple[Source, Source]]] = {
 
 def open_set(kind: str, folder: str) -> tuple[Source, Source]:
     """Return the train and the val split."""
+    return _open_folder(folder, kind)
+
+
+@takes_url
+def _open_folder(folder: str | Path, kind: str) -> tuple[Source, Source]:
     root = Path(folder)
     if not os.path.isdir(root):
         raise UserError(f"folder {root} does not exist; check the path behind {kind}:")
