@@ -105,9 +105,7 @@ def test_a_changed_data_set_is_another_copy(store: Server, pixels: tuple[Path, s
     assert files_below(first) == before  # a command that reads it goes on
 
 
-def test_an_interrupted_copy_is_completed(
-    store: Server, pixels: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_copy_is_completed(pixels: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, url = pixels
     read, fetched, lock = stores.read, list[str](), threading.Lock()
 
@@ -128,7 +126,6 @@ def test_an_interrupted_copy_is_completed(
     copy = local_folder(url)
     assert files_below(copy) == files_below(folder)
     assert not whole & set(fetched)
-    assert store.port
 
 
 def test_copies_not_in_use_make_room_and_a_larger_one_is_refused(
@@ -168,18 +165,17 @@ def test_two_processes_make_one_copy(store: Server, pixels: tuple[Path, str]) ->
     assert requests <= 2 + len(files_below(folder)) + 2  # two listings, each object once
 
 
-def test_what_is_wrong_is_said_of_the_url(store: Server, pixels: tuple[Path, str], tmp_path: Path) -> None:
-    folder, url = pixels
+def test_what_is_wrong_is_said_of_the_url(pixels: tuple[Path, str], tmp_path: Path) -> None:
+    _, url = pixels
     with pytest.raises(UserError, match=f"^{url}/none does not exist or holds nothing; check the URL$"):
         open_segmented(f"{url}/none")
-    with pytest.raises(UserError, match=f"^folder {url}/images/images does not exist|{url}/images"):
+    with pytest.raises(UserError, match=f"^{url}/images ") as error:
         open_segmented(f"{url}/images")
+    assert str(tmp_path / "cache") not in str(error.value)
     with pytest.raises(UserError, match=f"^folder {url}/JPEGImages/480p does not exist; videos are laid out as DAVIS"):
         open_davis(url)
     with pytest.raises(UserError, match=f"^{url} does not hold cifar10 as it is published"):
         open_set("cifar10", url)
-    assert not any(str(tmp_path / "cache") in path for path in os.listdir(folder))
-    assert store.port
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "a//x", "./x", "a\0x"])

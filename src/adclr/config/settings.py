@@ -275,7 +275,8 @@ class Train(Section):
         "auto", "auto: bfloat16 autocast on a GPU that has it, else float32"
     )
     residual_precision: Literal["auto", "float32"] = advanced(
-        "auto", "precision of the sums of blocks; auto: that of precision, which stores half as many bytes"
+        "auto",
+        "precision of the tokens that blocks add to; auto: as train.precision, with half the bytes under bfloat16",
     )
     compile: Literal["auto", "on", "off"] = runtime(
         "auto", "compile the blocks of the ViT, in under a minute; auto: on GPUs, except short runs on one GPU"

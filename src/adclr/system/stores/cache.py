@@ -53,7 +53,7 @@ class LocalCache:
         data = self.look_up(name, size, start, length)
         if data is not None:
             return data
-        with self._locked(f"{int(name[:8], 16) % SLOTS:04d}"):
+        with self.locked(f"{int(name[:8], 16) % SLOTS:04d}"):
             data = self.look_up(name, size, start, length)  # another process has fetched it meanwhile
             if data is not None:
                 return data
@@ -96,7 +96,7 @@ class LocalCache:
             return
         path = self._path(name)
         temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        with suppress(OSError), self._locked("size"):  # held while it is written, so that the limit holds at any time
+        with suppress(OSError), self.locked("size"):  # held while it is written, so that the limit holds at any time
             used = self._used()
             if used + size > self.limit:
                 used = self._make_room(size)
@@ -145,7 +145,7 @@ class LocalCache:
                         yield status.st_mtime, status.st_size, path
 
     @contextmanager
-    def _locked(self, slot: str) -> Iterator[None]:
+    def locked(self, slot: str) -> Iterator[None]:
         """Exclude other threads and processes; the lock of a process that is killed ends with it."""
         with open(self.folder / "locks" / slot, "ab") as file:
             with suppress(OSError):  # a file system without locks: two may fetch the same

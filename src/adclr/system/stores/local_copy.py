@@ -12,8 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -25,8 +24,8 @@ from adclr.system.progress import ProgressLine
 from adclr.system.store_urls import base_name
 from adclr.system.stores import StoreFile
 from adclr.system.stores.cache import FOLDER_VARIABLE, SIZE_VARIABLE, LocalCache, local_cache
+from adclr.system.stores.mirror import PIECE
 
-PIECE = 2**26  # bytes of an object that are fetched at once
 _held: dict[str, int] = {}  # open lock files of the copies that this process uses, by name of the copy
 _lock = threading.Lock()
 
@@ -69,15 +68,20 @@ def _open_lock(cache: LocalCache, name: str) -> int:
     return os.open(cache.folder / "locks" / f"copy-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
+def _lock_or_go_on(handle: int, operation: int) -> None:
+    with suppress(OSError):  # a file system without locks: two may fetch the same
+        fcntl.flock(handle, operation)
+
+
 def _hold(cache: LocalCache, name: str, copy: partial[None]) -> int:
     """Return an open lock file that keeps a complete copy from being deleted, and make the copy if there is none."""
     handle = _open_lock(cache, name)
     try:
         while True:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            _lock_or_go_on(handle, fcntl.LOCK_EX)
             if not _marker(cache, name).exists():
                 copy()
-            fcntl.flock(handle, fcntl.LOCK_SH)  # another process may take the lock in between, and delete the copy
+            _lock_or_go_on(handle, fcntl.LOCK_SH)  # another process may lock it in between, and delete the copy
             if _marker(cache, name).exists():
                 return handle
     except BaseException:
@@ -90,7 +94,7 @@ def _copy(cache: LocalCache, url: str, files: dict[str, StoreFile], folder: Path
     size = sum(file.size for file in files.values())
     name = folder.parent.name
     try:
-        with _making_room(cache):
+        with cache.locked("copies"):  # one process at a time deletes copies
             _make_room(cache, name, size)
         missing = [(file, folder / path) for path, file in files.items() if not (folder / path).is_file()]
         with ProgressLine(f"copying {base_name(url)}", len(missing)) as line:
@@ -115,14 +119,6 @@ def _fetch(file: StoreFile, path: Path) -> None:
         for start in range(0, file.size, PIECE):
             target.write(stores.read(file, start, min(PIECE, file.size - start)))
     os.replace(temporary, path)
-
-
-@contextmanager
-def _making_room(cache: LocalCache) -> Iterator[None]:
-    """Let one process at a time delete copies."""
-    with open(cache.folder / "locks" / "copies", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make_room(cache: LocalCache, name: str, size: int) -> None:
