@@ -15,7 +15,8 @@ from adclr.config.parsing import UserError
 from adclr.data.sets.classes import open_labeled
 from adclr.evals import accuracy, knn
 from adclr.features.drawing import viridis
-from adclr.features.reader import center_crop, resize
+from adclr.features.reader import ImageReader, center_crop, resize
+from adclr.model.vit import VisionTransformer
 from adclr.weights.backbone import Weights, create_backbone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,3 +203,20 @@ def test_a_test_split_is_not_taken_for_a_class(tmp_path: Path) -> None:
     classes = data / "val"
     next(path for path in classes.iterdir()).rename(classes / "train")
     assert "train" in open_labeled(classes).classes
+
+
+def test_kept_crops_give_the_same_scores_and_no_file_is_read_again(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labeled, settings, cpu = open_labeled(str(images)), knn.Settings(k=(5,)), torch.device("cpu")
+    first, second = (
+        Weights(VisionTransformer(32, 1, 2, 8, input_size=32).eval(), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+        for _ in range(2)
+    )
+    crops = knn.open_crops(first, labeled, settings, cpu, cache=True)
+    assert knn.score(first, labeled, settings, cpu, show=False, crops=crops) == knn.score(
+        first, labeled, settings, cpu, show=False
+    )
+    expected = knn.score(second, labeled, settings, cpu, show=False)
+    monkeypatch.setattr(ImageReader, "batches", None)  # a read would fail
+    assert knn.score(second, labeled, settings, cpu, show=False, crops=crops) == expected

@@ -20,7 +20,7 @@ from torch import Tensor
 from adclr.config.parsing import Count, Positive, Several
 from adclr.data.sets.classes import LabeledImages, Split
 from adclr.evals.accuracy import accuracies, count_images
-from adclr.evals.features import extract_features, readable_labels
+from adclr.evals.features import CenterCrops, compute_features, readable_labels
 from adclr.evals.task import ClassificationSettings, open_classification
 from adclr.model.named_tensors import Tokens
 from adclr.model.vit import VisionTransformer
@@ -62,6 +62,24 @@ def pool(vit: VisionTransformer, features: str) -> Callable[[Tensor], Tensor]:
     return pool_tokens
 
 
+def open_crops(
+    weights: Weights,
+    labeled: LabeledImages,
+    settings: Settings,
+    device: torch.device,
+    shared: bool = False,
+    cache: bool = False,
+) -> tuple[CenterCrops, CenterCrops]:
+    """Return the center crops of the train and of the val images; with `cache` they stay in memory if they fit."""
+    train, val = (
+        CenterCrops(
+            weights, split.source, device, settings.batch_size, settings.num_workers, shared=shared, cache=cache
+        )
+        for split in (labeled.train, labeled.val)
+    )
+    return train, val
+
+
 def score(
     weights: Weights,
     labeled: LabeledImages,
@@ -70,25 +88,20 @@ def score(
     show: bool = True,
     prefix: Path | None = None,
     shared: bool = False,
+    crops: tuple[CenterCrops, CenterCrops] | None = None,
 ) -> dict[str, Any]:
-    """Return accuracies in percent for each k, and the numbers of images; `shared`: several processes take part."""
+    """Return accuracies in percent for each k, and the numbers of images; `shared`: several processes take part.
 
-    def extract_split(split: Split, name: str) -> tuple[Tensor, Tensor]:
-        features = extract_features(
-            weights,
-            split.source,
-            pool(weights.vit, settings.features),
-            device,
-            settings.batch_size,
-            settings.num_workers,
-            name=name,
-            show=show,
-            shared=shared,
-        )
+    `crops`, of `open_crops`, are for those who score the same images again and again.
+    """
+
+    def extract_split(split: Split, crops: CenterCrops, name: str) -> tuple[Tensor, Tensor]:
+        features = compute_features(crops, pool(weights.vit, settings.features), name, show)
         return features.values, readable_labels(features, split, labeled.classes, settings.max_unreadable)
 
-    train, train_labels = extract_split(labeled.train, "train features")
-    val, val_labels = extract_split(labeled.val, "val features")
+    train_crops, val_crops = crops or open_crops(weights, labeled, settings, device, shared)
+    train, train_labels = extract_split(labeled.train, train_crops, "train features")
+    val, val_labels = extract_split(labeled.val, val_crops, "val features")
     ks = tuple(sorted({min(k, len(train)) for k in (*settings.k, HEADLINE_K)}))
     num_classes, temperature = len(labeled.classes), settings.temperature
     rankings = vote(train.to(device), train_labels.to(device), val.to(device), num_classes, ks, temperature)

@@ -16,6 +16,7 @@ from adclr.data.sets.classes import LabeledImages, open_labeled
 from adclr.data.sets.pixels import Segmented, check, open_segmented
 from adclr.data.sources import Source
 from adclr.evals import incontext, knn, matching
+from adclr.evals.features import CenterCrops
 from adclr.system import distributed
 from adclr.system.runs import Run
 from adclr.training.schedules import Schedules
@@ -72,6 +73,7 @@ class Probe:
         }
         # an unreadable image of the probe does not end a run
         self.knn = knn.Settings(k=(self.k,), max_unreadable=1.0, **common)
+        self.crops: tuple[CenterCrops, CenterCrops] | None = None
         self.matching = matching.Settings(**common)
         self.dense = incontext.Settings(
             size=settings.views.global_size,
@@ -104,7 +106,9 @@ class Probe:
     def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
         if images.labeled is not None:
-            accuracy = knn.score(teacher, images.labeled, self.knn, self.device, show=False)
+            # kept in memory where they fit: decoding 13 000 photographs again takes 16 cores longer than their features
+            self.crops = self.crops or knn.open_crops(teacher, images.labeled, self.knn, self.device, cache=True)
+            accuracy = knn.score(teacher, images.labeled, self.knn, self.device, show=False, crops=self.crops)
             scores["knn_top1"] = accuracy[f"knn_top1_k{min(self.k, int(accuracy['num_train']))}"]
         if images.held_out is not None:
             matched = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
