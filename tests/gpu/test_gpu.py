@@ -315,6 +315,54 @@ def test_thousands_of_views_leave_nothing_behind(tmp_path: Path) -> None:
     assert seen[2950][3] <= seen[500][3] + feed.num_workers  # files that are being read just then
 
 
+def test_a_busy_gpu_changes_no_pixel(tmp_path: Path) -> None:
+    """Of files that are decoded by both decoders, in batches that two threads assemble."""
+    import threading
+
+    from adclr.data.decode import Decoder
+    from adclr.data.feed import Feed
+    from adclr.data.nvjpeg import GpuDecoder
+    from adclr.data.sources import ImageFolder
+
+    for number in range(24):
+        image = Image.fromarray(scenes.scene(0, number, 64 + 16 * (number % 3)).image)
+        # every third file is for the CPU, whose pixels the GPU then packs
+        image.save(tmp_path / f"{number:02}.jpg", quality=92, subsampling=0, progressive=number % 3 == 0)
+    source, decoder = ImageFolder(tmp_path), GpuDecoder(Decoder(), CUDA)
+    feed = Feed(source, 4, Decoder(), pin=True, gpu_decoder=decoder)
+    parts = [np.arange(8) + 8 * part for part in range(3)]
+
+    def pixels(number: int) -> list[torch.Tensor]:
+        order = ((0, parts[i % 3]) for i in range(number))
+        copies = []
+        for batch in feed.batches(order, lambda *_: None):
+            batch.packed.bytes.record_stream(torch.cuda.current_stream(CUDA))  # as the prefetcher does
+            copies.append(batch.packed.bytes.clone())
+        return copies
+
+    expected, stop = pixels(3), threading.Event()
+
+    def occupy() -> None:
+        side = torch.randn(4096, 4096, device=CUDA)
+        with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+            while not stop.is_set():
+                for _ in range(20):
+                    side @ side
+                torch.cuda.current_stream().synchronize()
+
+    busy = [threading.Thread(target=occupy) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        actual = pixels(600)
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    wrong = [number for number, packed in enumerate(actual) if not torch.equal(packed, expected[number % 3])]
+    assert not wrong
+
+
 def processes_with(mark: str) -> list[int]:
     """Those that have a word in their environment, which children get from their parents."""
     actual = []

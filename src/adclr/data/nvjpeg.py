@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from adclr.data.decode import COLUMNS_FLIPPED, MISSING, ROWS_FLIPPED, Decoder, Pixels, Unreadable, turn_upright
 from adclr.data.jpeg_header import Header, read_header
 from adclr.data.packed import Packed, pack
-from adclr.system.devices import shared_stream
+from adclr.system.devices import exclusive_stream
 
 END = b"\xff\xd9"
 # A file whose end marker is further from its last byte than this goes to the CPU, which finds out what is wrong.
@@ -45,12 +45,21 @@ class Encoded:
     header: Header
 
 
+def decoding_stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
+    """Return the context in which a thread decodes on a GPU: on a stream of its own, empty at the end.
+
+    torchvision's decoder writes into memory of the current stream from a stream that waits for nothing. So memory that
+    was freed while operations on the current stream still had to read it would be overwritten before they did, by the
+    images that another thread decodes. On a busy GPU that ended in an index out of bounds.
+    """
+    return exclusive_stream("decoding", device)
+
+
 class GpuDecoder:
     """Decodes and packs batches on its own CUDA stream."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
-        self.stream = shared_stream("decoding", device) if device.type == "cuda" else None
 
     @staticmethod
     def suits(device: torch.device) -> bool:
@@ -72,7 +81,7 @@ class GpuDecoder:
 
     def pack(self, items: list[Pixels | Encoded]) -> tuple[Packed | None, list[int]]:
         """Return the batch in the device's memory; or None and the positions of files that the GPU cannot decode."""
-        with self._on_stream():
+        with decoding_stream(self.device):  # this thread waits at its end, not the one that trains
             decoded = self._decode([item for item in items if isinstance(item, Encoded)])
             if decoded is None:  # one by one, so that the result of an image depends on that image alone
                 singly = [self._decode([item]) if isinstance(item, Encoded) else [] for item in items]
@@ -91,8 +100,6 @@ class GpuDecoder:
                     image for position, image in zip(positions, decoded, strict=True) if position not in doubtful
                 ]
                 packed = self._pack_in_order(items, certain)
-            if self.stream:
-                self.stream.synchronize()  # this thread waits, not the one that trains
         return packed, []
 
     def _by_cpu(self, items: list[Pixels | Encoded], positions: list[int]) -> tuple[list[Pixels | Encoded], list[int]]:
@@ -107,18 +114,10 @@ class GpuDecoder:
                 failed.append(position)
         return items, failed
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            yield
-
     def _pack_in_order(self, items: list[Pixels | Encoded], decoded: list[Tensor]) -> Packed:
         """Pack what the GPU decoded and what the CPU decoded, in the order of the items."""
         by_cpu = [item for item in items if not isinstance(item, Encoded)]
-        rest = pack(by_cpu, pin=self.stream is not None).to(self.device) if by_cpu else None
+        rest = pack(by_cpu, pin=self.device.type == "cuda").to(self.device) if by_cpu else None
         parts, shapes, start, images = [], [], 0, iter(decoded)
         for item in items:
             if isinstance(item, Encoded):
@@ -136,6 +135,8 @@ class GpuDecoder:
     def _decode(self, encoded: list[Encoded]) -> list[Tensor] | None:
         if not encoded:
             return []
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # see `decoding_stream`
         try:
             images = _nvjpeg([item.data for item in encoded], self.device)
         except RuntimeError as error:

@@ -23,12 +23,12 @@ from adclr.config.parsing import UserError
 from adclr.data.augment.resample import source_range
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder, Pixels, Unreadable
-from adclr.data.nvjpeg import Encoded, GpuDecoder
+from adclr.data.nvjpeg import Encoded, GpuDecoder, decoding_stream
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.data.sources.store_reader import read_ahead
 from adclr.system import triton_available
-from adclr.system.devices import send, shared_stream
+from adclr.system.devices import send
 from adclr.system.machine import cpu_count
 from adclr.system.progress import ProgressLine
 from adclr.system.text import printable
@@ -267,19 +267,13 @@ class ImageReader:
         return encoded or self._decode(data)
 
     def _assemble(self, indices: NDArray[np.int64], items: list[Item]) -> ImageBatch:
-        decoding = (
-            shared_stream("decoding", self.device) if self.device.type == "cuda" else None
-        )  # the GPU decoder's too
-        with torch.cuda.stream(decoding):
+        with decoding_stream(self.device):  # this thread waits at its end, not the one that launches the network
             groups: list[SameSize] = []
             if self.store is not None and not items:
                 groups = self._resize_on_gpu(self.store.select(indices), indices)
             elif self.gpu is not None:
                 groups = self._decode_on_gpu(self.gpu, indices, items)
-            batch = self._join(indices, items, groups)
-        if decoding is not None:
-            decoding.synchronize()  # this thread waits, not the one that launches the network
-        return batch
+            return self._join(indices, items, groups)
 
     def _decode_on_gpu(self, gpu: GpuDecoder, indices: NDArray[np.int64], items: list[Item]) -> list[SameSize]:
         """Decode the encoded items; those that the GPU cannot decode are replaced in `items` by what the CPU makes."""

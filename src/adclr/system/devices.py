@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -54,6 +55,39 @@ def set_current_device(device: torch.device) -> None:
 def shared_stream(purpose: str, device: torch.device) -> torch.cuda.Stream:  # noqa: ARG001
     """Return the stream for a purpose, one in a process: torch has 32 of a device and then returns the first again."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_idle_streams: dict[tuple[str, torch.device], list[torch.cuda.Stream]] = {}
+_streams_lock = threading.Lock()
+_of_thread = threading.local()  # its exclusive streams, by purpose and device
+
+
+@contextmanager
+def exclusive_stream(purpose: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Work on a stream that no other thread has meanwhile, and wait for it at the end; None and no stream on a CPU.
+
+    Within it, the same purpose and device mean the same stream, which is then waited for once.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    key = purpose, device
+    held: dict[tuple[str, torch.device], torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+    if key in held:
+        yield held[key]
+        return
+    with _streams_lock:
+        idle = _idle_streams.setdefault(key, [])
+        stream = idle.pop() if idle else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    held[key] = stream
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield stream
+    finally:
+        del held[key]
+        stream.synchronize()
+        with _streams_lock:
+            idle.append(stream)
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
