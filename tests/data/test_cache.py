@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -62,8 +64,9 @@ def test_training_is_the_same_with_and_without(data: Path, tmp_path: Path, monke
 
 def test_a_store_holds_every_image_and_the_next_for_one_that_is_broken(data: Path) -> None:
     plain, stored = (Feed(ImageFolder(data), 3, Decoder()) for _ in range(2))
-    store = cache.build_store("auto", stored.read, 32, 3, PLENTY, CPU, show=False)
-    assert store is not None
+    decoded = cache.decode_all("auto", stored.read, 32, 3, PLENTY, CPU, show=False)
+    assert decoded is not None
+    store = decoded.place(CPU)
     for index in range(32):
         assert np.array_equal(store.image(index), plain.image(index))
     batch = store.select(np.array([6, 2, 31]))
@@ -95,18 +98,18 @@ def test_a_collection_that_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"data\.cache=ram needs about 2\.0 GiB and 1\.0 are free"):
         cache.choose_location("ram", 2 * GIB, FreeMemory(GIB, 0))
     with pytest.raises(UserError, match="the run is not on a GPU"):
-        cache.build_store("gpu", lambda index: None, 5, 1, PLENTY, CPU)
+        cache.decode_all("gpu", lambda index: None, 5, 1, PLENTY, CPU)
     small, large = np.zeros((3, 2, 2), np.uint8), np.zeros((3, 5000, 5000), np.uint8)
 
     def read(index: int) -> Pixels:  # the guess sees only small ones
         chosen = set(np.linspace(0, 999, cache.SAMPLE).astype(int).tolist())
         return small if index in chosen else large
 
-    assert cache.build_store("auto", read, 1000, 2, PLENTY, CPU, show=False) is None
+    assert cache.decode_all("auto", read, 1000, 2, PLENTY, CPU, show=False) is None
     with pytest.raises(UserError, match="do not fit"):
-        cache.build_store("ram", read, 1000, 2, PLENTY, CPU, show=False)
-    assert cache.build_store("off", read, 1000, 2, PLENTY, CPU) is None
-    assert cache.build_store("auto", lambda index: None, 10, 2, PLENTY, CPU) is None  # nothing can be read
+        cache.decode_all("ram", read, 1000, 2, PLENTY, CPU, show=False)
+    assert cache.decode_all("off", read, 1000, 2, PLENTY, CPU) is None
+    assert cache.decode_all("auto", lambda index: None, 10, 2, PLENTY, CPU) is None  # nothing can be read
 
 
 def test_an_error_in_a_thread_reaches_the_caller() -> None:
@@ -116,7 +119,7 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
         return np.zeros((3, 2, 2), np.uint8)
 
     with pytest.raises(UserError, match="number 70"):
-        cache.build_store("ram", read, 100, 2, PLENTY, CPU, show=False)
+        cache.decode_all("ram", read, 100, 2, PLENTY, CPU, show=False)
 
 
 def test_images_are_kept_in_order_whichever_comes_first() -> None:
@@ -126,11 +129,72 @@ def test_images_are_kept_in_order_whichever_comes_first() -> None:
         time.sleep(2e-3 if index < 40 else 0)
         return None if index % 7 == 3 or 64 <= index < 96 else np.full((3, 1 + index % 3, 2), index, np.uint8)
 
-    store = cache.build_store("ram", read, 150, 5, PLENTY, CPU, show=False)
-    assert store is not None
+    decoded = cache.decode_all("ram", read, 150, 5, PLENTY, CPU, show=False)
+    assert decoded is not None
+    store = decoded.place(CPU)
     for index in range(150):
         there = next(i for i in range(index, 150) if read(i) is not None)
         assert np.array_equal(store.image(index), np.full((3, 1 + there % 3, 2), there, np.uint8))
+
+
+def test_images_are_decoded_while_something_else_is_done(data: Path) -> None:
+    feed, begun, go_on = Feed(ImageFolder(data), 2, Decoder()), Event(), Event()
+    read = feed.read
+
+    def wait_and_read(index: int) -> Pixels | None:
+        begun.set()
+        assert go_on.wait(60)
+        return read(index)
+
+    feed.read = wait_and_read  # type: ignore[method-assign]
+    with feed.keeping("ram", CPU):
+        assert begun.wait(60)  # nothing has asked for an image
+        assert feed.store is None
+        go_on.set()
+    assert feed.store is not None
+    assert len(feed.store.packed.sizes) == len(feed.source)
+
+
+def test_an_error_meanwhile_ends_the_decoding(data: Path) -> None:
+    for path in sorted(data.rglob("*.png")):
+        for number in range(20):
+            shutil.copy(path, path.with_name(f"{path.stem}-{number}.png"))
+    feed, before = Feed(ImageFolder(data), 2, Decoder()), threading.active_count()
+    read, failed, count = feed.read, Event(), 0
+
+    def slow(index: int) -> Pixels | None:
+        nonlocal count
+        count += 1
+        if count > cache.SAMPLE:
+            assert failed.wait(60)
+        return read(index)
+
+    def fail() -> None:
+        with feed.keeping("ram", CPU):
+            threading.Timer(0.2, failed.set).start()
+            raise UserError("something else is wrong")
+
+    feed.read = slow  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="something else"):
+        fail()
+    assert feed.store is None
+    assert count < len(feed.source) / 2
+    for _ in range(100):  # the timer's thread ends when it likes
+        if threading.active_count() <= before:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_an_error_of_the_decoding_is_raised_where_it_was_begun(data: Path) -> None:
+    feed = Feed(ImageFolder(data), 2, Decoder())
+
+    def keep() -> None:
+        with feed.keeping("gpu", CPU):
+            pass
+
+    with pytest.raises(UserError, match="the run is not on a GPU"):
+        keep()
 
 
 def test_larger_images_are_resized_to_a_longest_side(images: Path, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_threads_micro_batches_and_what_is_kept_change_nothing(tmp_path: Path, m
     score(data, tmp_path / "micro", micro_batch_size=4)
     assert losses(tmp_path / "micro") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     monkeypatch.setattr(finetune, "TEST_BATCH_SIZE", 7)
-    monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)
+    monkeypatch.setattr("adclr.data.cache.decode_all", lambda *_, **__: None)
     assert score(data, tmp_path / "streamed") == plain
     assert losses(tmp_path / "streamed") == losses(tmp_path / "plain")
 

@@ -86,7 +86,7 @@ def test_scores_do_not_hang_on_threads_or_on_what_is_kept(tmp_path: Path, monkey
     assert score(data, epochs=3, num_workers=7) == plain
     monkeypatch.setattr(linear, "TEST_BATCH_SIZE", 7)
     assert score(data, epochs=3) == plain
-    monkeypatch.setattr("adclr.data.cache.build_store", lambda *_, **__: None)  # decoded anew in every epoch
+    monkeypatch.setattr("adclr.data.cache.decode_all", lambda *_, **__: None)  # decoded anew in every epoch
     assert score(data, epochs=3, num_workers=3) == plain
 
 

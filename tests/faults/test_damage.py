@@ -159,7 +159,7 @@ def test_other_images_are_not_taken_for_those_of_a_run(images: Path, run: Path, 
 
 def test_the_micro_batch_of_a_run_stays(images: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less free memory at the second start must not change what drop path draws."""
-    monkeypatch.setattr("adclr.training.job.fit_micro_batch", lambda *_, **__: 2)
+    monkeypatch.setattr("adclr.training.job.choose_micro_batch", lambda *_, **__: 2)
     done = pretrain(images / "train", run)
     assert [start["micro_batch_size"] for start in json.loads((done.path / "provenance.json").read_text())] == [8, 8]
 

@@ -75,7 +75,19 @@ def estimate_bytes(
     return count * float(np.mean(sizes)) if sizes else 0.0
 
 
-def build_store(
+@dataclass(frozen=True)
+class Decoded:
+    """All images of a collection in host memory, and where they are to be kept."""
+
+    packed: Packed
+    location: Literal["ram", "gpu"]
+
+    def place(self, device: torch.device) -> Store:
+        """Return the cache, on the device if it is to be there."""
+        return Store(self.packed.to(device) if self.location == "gpu" else self.packed)
+
+
+def decode_all(
     mode: Mode,
     read: Read,
     count: int,
@@ -85,8 +97,9 @@ def build_store(
     show: bool = True,
     reading: Callable[[], str] = lambda: "the images",
     ahead: Callable[[Parts], Parts] = lambda parts: parts,
-) -> Store | None:
-    """Decode a collection into the cache that `data.cache` asks for; None for none.
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Decoded | None:
+    """Decode a collection for the cache that `data.cache` asks for; None for none, and after it was stopped.
 
     `reading` returns what is being read at the moment, for a message; `ahead` announces parts to a store.
     """
@@ -103,12 +116,12 @@ def build_store(
         return None
     capacity = MARGIN * size + 2**26 if mode == "auto" else free.host
     part = int(np.clip(PART_BYTES * count // size, 1, PART_IMAGES))
-    packed = _fill(read, count, part, max(1, num_workers), min(free.host, capacity), show, reading, ahead)
+    packed = _fill(read, count, part, max(1, num_workers), min(free.host, capacity), show, reading, ahead, is_stopped)
     if packed is None:
-        if mode == "auto":
+        if mode == "auto" or is_stopped():
             return None
         raise UserError(f"the images do not fit into memory as data.cache={mode} wants; set data.cache=auto")
-    return Store(packed.to(device) if location == "gpu" else packed)
+    return Decoded(packed, location)
 
 
 def choose_location(mode: str, size: float, free: FreeMemory) -> Literal["ram", "gpu"] | None:
@@ -135,8 +148,9 @@ def _fill(
     show: bool,
     reading: Callable[[], str],
     ahead: Callable[[Parts], Parts],
+    is_stopped: Callable[[], bool],
 ) -> Packed | None:
-    """Decode all images, `part` at a time; None if they exceed `capacity` bytes.
+    """Decode all images, `part` at a time; None if they exceed `capacity` bytes, or once it is stopped.
 
     An unreadable image gets the offset of the next readable one.
     """
@@ -150,6 +164,8 @@ def _fill(
     with closing(decoded), ProgressLine("decoding into memory", count, show=show) as line:
         for number, (readable, packed) in enumerate(decoded, 1):
             line.move(min(number * part, count))
+            if is_stopped():
+                return None
             if packed is None:
                 continue
             end = used + len(packed.bytes)

@@ -12,11 +12,11 @@ contains.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from threading import Lock, get_ident
+from threading import Event, Lock, get_ident
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
@@ -128,19 +128,39 @@ class Feed:
 
     def keep(self, mode: cache.Mode, device: torch.device) -> None:
         """Decode all images once and cache them, if the setting says so and they fit."""
+        with self.keeping(mode, device):
+            pass
+
+    @contextmanager
+    def keeping(self, mode: cache.Mode, device: torch.device) -> Iterator[None]:
+        """Decode all images meanwhile, in other threads, and cache them at the end, as `keep` does.
+
+        A GPU gets them at the end only, so that its memory can be measured meanwhile.
+        """
         gpu = machine.available_gpu_memory(device) if device.type == "cuda" else 0.0
         free = cache.FreeMemory(machine.host_memory() / distributed.local_world_size(), gpu)
-        self.store = cache.build_store(
-            mode,
-            self.read,
-            len(self.source),
-            self.num_workers,
-            free,
-            device,
-            distributed.is_main(),
-            self.reading,
-            lambda parts: read_ahead(parts, lambda part: part, self.source),
-        )
+        stop = Event()
+        with ThreadPoolExecutor(1, "cache") as thread:
+            decoded = thread.submit(
+                cache.decode_all,
+                mode,
+                self.read,
+                len(self.source),
+                self.num_workers,
+                free,
+                device,
+                distributed.is_main(),
+                self.reading,
+                lambda parts: read_ahead(parts, lambda part: part, self.source),
+                stop.is_set,
+            )
+            try:
+                yield
+                images = decoded.result()
+            except BaseException:
+                stop.set()  # else the end of this block would wait for all images
+                raise
+        self.store = None if images is None else images.place(device)
 
     def rate(self, batch: int = 128, batches: int = 4, seconds: float = float("inf")) -> float:
         """Return the images/s that are read and decoded when nothing else runs; the first batch is not timed.

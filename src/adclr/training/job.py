@@ -30,7 +30,7 @@ from adclr.training.fsdp import Sharded
 from adclr.training.launch import Launch
 from adclr.training.meter import Meter
 from adclr.training.methods import Method, evaluated, loss_names, vits
-from adclr.training.micro_batch import fit_micro_batch, random_views
+from adclr.training.micro_batch import choose_micro_batch, needed_memory, random_views
 from adclr.training.plan_cost import compiles_blocks
 from adclr.training.schedules import Schedules, make_optimizer
 from adclr.weights import snapshot
@@ -152,24 +152,7 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
     Without a checkpoint the run starts at step 0. `record_start` then brings the files of the run to the same step.
     """
     settings, source, run = launched.settings, launched.source, launched.run
-    method = _build_method(settings).to(device)
-    dtype = autocast_dtype(settings.train.precision, device)
-    optimizer = make_optimizer(method.student, settings)
-    if before is None:
-        state = checkpoint.load(run, method, optimizer)
-    else:
-        state = checkpoint.load_before(before, run, method, optimizer)
-    data, meter = settings.data, Meter(device, settings.train.log_every_steps, loss_names(method))
-    now = launch.read_stamps(launched) if distributed.is_main() else None
-    if state is not None:
-        _check_resumable(launched, state, now)
-        meter.restore(state.meter)
-    init = None
-    if state is None and settings.model.init:
-        assert isinstance(method, ADCLR)
-        init = continued_pretraining.load_init(method, settings)
-    if state is not None and isinstance(method, ADCLR):
-        continued_pretraining.load_anchor(method, run)
+    data, dtype = settings.data, autocast_dtype(settings.train.precision, device)
     feed = Feed(
         source,
         machine.cpu_share() if data.num_workers is None else data.num_workers,
@@ -179,8 +162,32 @@ def load_job(launched: Launch, device: torch.device, before: int | None = None) 
         on_unreadable=_quarantine(run),
         gpu_decoder=GpuDecoder(decoder(settings), device) if GpuDecoder.suits(device) else None,
     )
-    feed.keep(data.cache, device)
-    micro_batch = _micro_batch(settings, state, method, device, dtype)
+    with feed.keeping(data.cache, device):  # images are decoded meanwhile
+        method = _build_method(settings).to(device)
+        optimizer = make_optimizer(method.student, settings)
+        if before is None:
+            state = checkpoint.load(run, method, optimizer)
+        else:
+            state = checkpoint.load_before(before, run, method, optimizer)
+        meter = Meter(device, settings.train.log_every_steps, loss_names(method))
+        now = launch.read_stamps(launched) if distributed.is_main() else None
+        if state is not None:
+            _check_resumable(launched, state, now)
+            meter.restore(state.meter)
+        init = None
+        if state is None and settings.model.init:
+            assert isinstance(method, ADCLR)
+            init = continued_pretraining.load_init(method, settings)
+        if state is not None and isinstance(method, ADCLR):
+            continued_pretraining.load_anchor(method, run)
+        micro_batch = _known_micro_batch(settings, state)
+        needed = needed_memory(method, settings, device, dtype) if micro_batch is None else (0.0, 0.0)
+        launched.mark("network")
+    launched.mark("images")
+    if micro_batch is None:
+        images = choose_micro_batch(needed, settings.train.batch_size // distributed.world_size(), device)
+        # the same in every process
+        micro_batch = int(distributed.all_reduce_min(torch.tensor(float(images), device=device)).item())
     return Job(
         settings=settings,
         run=run,
@@ -254,19 +261,13 @@ def _quarantine(run: Run) -> Callable[[str, str], None]:
     return quarantine
 
 
-def _micro_batch(
-    settings: Settings, state: checkpoint.State | None, method: Method, device: torch.device, dtype: torch.dtype | None
-) -> int:
-    """Return the size that is set; or that of the run so far, so that drop path draws the same; or one that fits."""
+def _known_micro_batch(settings: Settings, state: checkpoint.State | None) -> int | None:
+    """Return the size that is set, or that of the run so far, so that drop path draws the same; None: one that fits."""
     if settings.train.micro_batch_size:
         return settings.train.micro_batch_size
     if state is not None and state.processes == distributed.world_size():
         return state.micro_batch_size
-    local_batch = settings.train.batch_size // distributed.world_size()
-    images = fit_micro_batch(method, settings, local_batch, device, dtype)
-    return int(
-        distributed.all_reduce_min(torch.tensor(float(images), device=device)).item()
-    )  # the same in every process
+    return None
 
 
 def _provenance(job: Job, launched: Launch, compiled: CompileResult | None) -> dict[str, Any]:

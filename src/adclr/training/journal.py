@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Journal:
         keys: Callable[[int], list[str]],  # of the images of a step
         start: int,
         started: float | None = None,  # when the command began, by `time.monotonic`
+        start_parts: Mapping[str, float] | None = None,  # seconds of the parts of the start
     ) -> None:
         self.settings, self.run, self.schedules, self.meter, self.views = settings, run, schedules, meter, views
         self.keys, self.start = keys, start
@@ -70,6 +71,7 @@ class Journal:
         self.logged_at, self.logged_step, self.text = time.monotonic(), start, ""  # of the last line
         self.other_seconds: dict[str, float] = {}  # not spent on steps, since the last line of timing.jsonl
         self.started = self.logged_at if started is None else started
+        self.start_parts = dict(start_parts or {})
         self.probe_seconds = 0.0  # before the first step
         rows = [row for row in run.rows("metrics.jsonl") if not row.get(STOPPED)]  # the first process may yet cut it
         self.health_rows = [row for row in rows if health.is_measured(row) and row.get("step", 0) <= start]
@@ -169,7 +171,8 @@ class Journal:
         waited, self.views.seconds_waited = self.views.seconds_waited, 0.0
         others, self.other_seconds = self.other_seconds, {}
         if self.main:
-            row: dict[str, float] = {"step": done, "seconds": seconds, "seconds_waiting_for_images": waited}
+            row: dict[str, Any] = {"step": done, "seconds": seconds, "seconds_waiting_for_images": waited}
+            row |= {"parts_of_starting": self.start_parts} if "seconds_starting" in others and self.start_parts else {}
             self.run.append("timing.jsonl", row | ({} if speed is None else {"images_per_second": speed}) | others)
 
     def _log_last_timing(self) -> None:

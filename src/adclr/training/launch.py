@@ -48,6 +48,16 @@ class Launch:
     run: Run
     reasons: list[str]  # of the automatic choice, for the user
     started: float = field(default_factory=time.monotonic)  # when the command or call began, by `time.monotonic`
+    marks: list[tuple[str, float]] = field(default_factory=list)  # parts of the start, and when each ended
+
+    def mark(self, part: str) -> None:
+        """Note that a part of the start has ended."""
+        self.marks.append((part, time.monotonic()))
+
+    def seconds_by_part(self) -> dict[str, float]:
+        """Return the seconds of each part of the start, in their order."""
+        ends = [self.started, *(end for _, end in self.marks)]
+        return {part: round(end - begin, 2) for (part, end), begin in zip(self.marks, ends, strict=False)}
 
 
 def prepare(
@@ -64,7 +74,7 @@ def prepare(
     `kind` is the class of the settings: of pretraining or of a distillation. `started` is when the command began, by
     `time.monotonic`; by default now.
     """
-    started = time.monotonic() if started is None else started
+    begun = time.monotonic()
     if store_urls.is_remote(out):
         raise UserError(
             f"a run lies on a disk of this machine, not at {store_urls.conceal(str(out))}; name a folder as --out"
@@ -125,7 +135,9 @@ def prepare(
         if differences:
             raise UserError(f"{run.path} holds a run with other settings: {differences[0]}; choose another --out")
     check_batch(settings, len(source), num_processes(), "processes")
-    return Launch(settings, source, run, reasons, started)
+    launch = Launch(settings, source, run, reasons, begun if started is None else started, [("program", begun)])
+    launch.mark("list of images")
+    return launch
 
 
 def add_images(data: str | Path | None, overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def train(launched: Launch) -> Run:
         return run
     device = select_device(settings.train.device)
     images = open_images(settings)
+    launched.mark("torch")
     with (
         distributed.session(device),
         run.lock() if distributed.is_main() else nullcontext(),
@@ -100,7 +101,8 @@ def train(launched: Launch) -> Run:
             job = shard(job)
             step = Step(settings, job.method, job.optimizer, device, job.dtype, job.accumulate)
             live = _open_live(job)
-            _take_steps(job, step, _make_probe(job, images), live, launched.started)
+            launched.mark("compiling")
+            _take_steps(job, step, _make_probe(job, images), live, launched)
         except torch.OutOfMemoryError:
             fits = False  # the size that fits is measured below, where no traceback holds on to memory
         if not fits:
@@ -116,7 +118,7 @@ def train(launched: Launch) -> Run:
 
 
 def _take_steps(
-    job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None, started: float
+    job: Job, take_step: Step, probe: journal.Probe | None, live: LiveReport | None, launched: Launch
 ) -> None:
     """Take all steps that are left; log, score, save and draw between them."""
     settings, schedules, start, total = job.settings, job.schedules, job.start, job.schedules.total_steps
@@ -133,7 +135,8 @@ def _take_steps(
             views,
             lambda done: job.batches.step_keys(done - 1),
             start,
-            started,
+            launched.started,
+            launched.seconds_by_part(),
         ) as journal,
         Signals(journal.say) as signals,
         Writer(job.run, settings, journal.say) as writer,

@@ -28,11 +28,26 @@ def fit_micro_batch(
     at_most: int | None = None,
 ) -> int:
     """Return the largest divisor of this process's batch that fits into memory."""
+    return choose_micro_batch(needed_memory(method, settings, device, dtype), local_batch, device, at_most)
+
+
+def needed_memory(
+    method: Method, settings: Settings, device: torch.device, dtype: torch.dtype | None
+) -> tuple[float, float]:
+    """Return the bytes whatever the batch, on a CPU 0, and the bytes for each image."""
     if device.type == "cuda":
-        fixed_bytes, image_bytes = measure_memory(method, settings, device, dtype)
+        return measure_memory(method, settings, device, dtype)
+    return 0.0, estimate_image_bytes(settings)
+
+
+def choose_micro_batch(
+    needed: tuple[float, float], local_batch: int, device: torch.device, at_most: int | None = None
+) -> int:
+    """Return the largest divisor of this process's batch that fits into what is free now."""
+    fixed_bytes, image_bytes = needed
+    if device.type == "cuda":
         free_bytes = GPU_SHARE * available_gpu_memory(device) - fixed_bytes
     else:
-        image_bytes = estimate_image_bytes(settings)
         free_bytes = CPU_SHARE * host_memory() / distributed.local_world_size()
     return largest_divisor(local_batch, image_bytes, free_bytes, at_most)
 
