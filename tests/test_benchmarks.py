@@ -168,6 +168,15 @@ def test_the_step_of_a_distillation_is_timed(tmp_path: Path) -> None:
     assert row["images_per_second"] == pytest.approx(4000 / row["milliseconds"])
 
 
+def test_the_step_of_each_arm_of_a_study_is_timed_once(tmp_path: Path) -> None:
+    few = ("--batch", "2", "--steps", "1", "--warmup", "1", "--repeats", "1", "--json", str(tmp_path / "rows.json"))
+    text = run("arms.py", str(ROOT / "studies/distill_scenes.yaml"), *few)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["teacher", "distilled", "from scratch, as long"]
+    assert all(row["images_per_second"] == pytest.approx(2000 / row["milliseconds"]) for row in rows)
+    assert "from scratch, as long as the teacher: as from scratch, as long" in text
+
+
 def test_a_large_collection_is_simulated() -> None:
     rows = json.loads(run("collection.py", "--images", "3000", "--folder-images", "100", "--batch", "64"))
     assert rows["images"] == 3000

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from adclr.data.decode import COLUMNS_FLIPPED, MISSING, ROWS_FLIPPED, Decoder, Pixels, Unreadable, turn_upright
 from adclr.data.jpeg_header import Header, read_header
 from adclr.data.packed import Packed, pack
-from adclr.system.devices import exclusive_stream
+from adclr.system.devices import decoding_stream
 
 END = b"\xff\xd9"
 # A file whose end marker is further from its last byte than this goes to the CPU, which finds out what is wrong.
@@ -43,16 +42,6 @@ class Encoded:
 
     data: bytes
     header: Header
-
-
-def decoding_stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
-    """Return the context in which a thread decodes on a GPU: on a stream of its own, empty at the end.
-
-    torchvision's decoder writes into memory of the current stream from a stream that waits for nothing. So memory that
-    was freed while operations on the current stream still had to read it would be overwritten before they did, by the
-    images that another thread decodes. On a busy GPU that ended in an index out of bounds.
-    """
-    return exclusive_stream("decoding", device)
 
 
 class GpuDecoder:

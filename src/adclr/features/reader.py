@@ -23,12 +23,12 @@ from adclr.config.parsing import UserError
 from adclr.data.augment.resample import source_range
 from adclr.data.cache import Store
 from adclr.data.decode import Decoder, Pixels, Unreadable
-from adclr.data.nvjpeg import Encoded, GpuDecoder, decoding_stream
+from adclr.data.nvjpeg import Encoded, GpuDecoder
 from adclr.data.packed import Packed
 from adclr.data.sources import Source, error_reason, raise_with_name
 from adclr.data.sources.store_reader import read_ahead
 from adclr.system import triton_available
-from adclr.system.devices import send
+from adclr.system.devices import decoding_stream, send
 from adclr.system.machine import cpu_count
 from adclr.system.progress import ProgressLine
 from adclr.system.text import printable

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -88,6 +88,16 @@ def exclusive_stream(purpose: str, device: torch.device) -> Iterator[torch.cuda.
         stream.synchronize()
         with _streams_lock:
             idle.append(stream)
+
+
+def decoding_stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
+    """Return the context in which a thread decodes on a GPU: on a stream of its own, empty at the end.
+
+    torchvision's decoder writes into memory of the current stream from a stream that waits for nothing. So memory that
+    was freed while operations on the current stream still had to read it would be overwritten before they did, by the
+    images that another thread decodes. On a busy GPU that ended in an index out of bounds.
+    """
+    return exclusive_stream("decoding", device)
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
