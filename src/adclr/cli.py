@@ -300,6 +300,8 @@ def parser() -> Parser:
     add("--gpu", metavar="NAME", help="GPU that the cost is estimated for: rtx4090, a100-80gb, ... (default: h200)")
     add("--out", default="runs/studies", metavar="DIR", help="directory of the runs (default: %(default)s)")
     add("--results", metavar="DIR", help="directory of table and figure (default: results/ beside the study)")
+    only = "make the runs with these words in their name, such as 'DINO, seed 2'; may be repeated"
+    add("--only", action="append", default=[], metavar="WORDS", help=only)
     add("--minutes", type=positive, metavar="N", help="start no run that would end after N minutes")
     add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (default: 1); with slurm: jobs at once")
     launchers = "make runs on this machine, or as an array of SLURM jobs (default: %(default)s)"

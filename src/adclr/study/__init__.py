@@ -14,7 +14,7 @@ from adclr.data.collection import describe_inside
 from adclr.data.sets import scenes
 from adclr.study import figure, overview, shipped, table
 from adclr.study.fingerprints import compute_fingerprints
-from adclr.study.jobs import Workspace, in_rounds, pending_evaluations, pending_pictures, with_sources
+from adclr.study.jobs import Workspace, in_rounds, pending_evaluations, pending_pictures, select_runs, with_sources
 from adclr.study.results import Results
 from adclr.study.runner import list_gpus, run_cells
 from adclr.study.slurm import run_cells_in_slurm
@@ -46,10 +46,11 @@ def run_command(options: Namespace, data: Mapping[str, Any]) -> None:
     if options.small:
         file = overview.find_small(file)
     if options.dry_run:
-        print(overview.describe_study(overview.inspect_study(file, gpu, results), gpu, file))
+        print(overview.describe_study(overview.inspect_study(file, gpu, results, options.only), gpu, file))
         return
     limits = options.minutes, options.at_once
-    run_study(file, Path(options.out), results, data, *limits, options.overwrite, options.launcher, options.slurm)
+    launcher = options.launcher, options.slurm
+    run_study(file, Path(options.out), results, data, *limits, options.overwrite, *launcher, options.only)
 
 
 def run_study(
@@ -62,6 +63,7 @@ def run_study(
     overwrite: bool = False,  # pages of the same name that no study wrote
     launcher: str = "local",  # or "slurm"
     slurm: str = "",  # options of sbatch
+    only: Sequence[str] = (),  # words in the names of the runs to make; without any, all are made
 ) -> Path:
     """Run what is missing and has its data here, write the page on all results, and return its path."""
     _check_launcher(launcher, slurm, minutes)
@@ -81,17 +83,17 @@ def run_study(
     page, *others = (store.folder / f"{study.file.stem}{ending}" for ending in (".md", ".json", ".svg"))
     remedy = "choose another --results, or add --overwrite to replace it"
     outputs.check_overwrite("study", [page, *others], overwrite, record=page, remedy=remedy)
+    selected = select_runs(study.cells, only)
     missing = [cell for cell in study.cells if not store.is_complete(study, cell)]
     title, done = printable(study.outline.title), len(study.cells) - len(missing)
     print(f"{title}: {len(study.cells)} runs, {done} of them done", flush=True)
     _report_other_data(study, store, folders)
     workspace = Workspace(out, folders)
+    missing = [cell for cell in missing if cell in selected]
     possible = [cell for cell in missing if pending_evaluations(study, cell, store, workspace) is not None]
     if missing:
         _report_missing_data(study, store, missing, possible, folders)
-    possible += [
-        cell for cell in study.cells if cell not in possible and pending_pictures(study, cell, store, workspace)
-    ]
+    possible += [cell for cell in selected if cell not in possible and pending_pictures(study, cell, store, workspace)]
     if possible:
         check_writable(out)
         if SCENES in study.data_names():

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adclr.config.parsing import UserError
 from adclr.study.results import Results, get_score
 from adclr.study.study_file import Cell, Evaluation, Picture, Study, data_name, data_path
+from adclr.system.text import printable
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,15 @@ def build_job(study: Study, cell: Cell, results: Results, workspace: Workspace) 
 def run_title(cell: Cell) -> str:
     """Return what a run is called in messages."""
     return f"{cell.label}, seed {cell.seed}"
+
+
+def select_runs(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Return the runs that have some of these words in their title, all if there are no words."""
+    selected = [cell for cell in cells if not only or any(words in run_title(cell) for words in only)]
+    if not selected:
+        titles = "; ".join(run_title(cell) for cell in cells)
+        raise UserError(f"no run has '{only[0]}' in its name; there are: {printable(titles)}")
+    return selected
 
 
 def describe_progress(cell: Cell, results: Results, workspace: Workspace) -> str:

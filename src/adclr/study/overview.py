@@ -10,6 +10,7 @@ from typing import Any
 
 from adclr.config.parsing import UserError
 from adclr.study import cost, shipped
+from adclr.study.jobs import select_runs
 from adclr.study.results import Results
 from adclr.study.study_file import SCENES, Cell, Study, read_study
 from adclr.system.text import printable
@@ -88,8 +89,8 @@ def find_small(file: Path) -> Path:
     return Path(small) if is_shipped else path.with_name(f"{small}.yaml")
 
 
-def inspect_study(file: Path, gpu: Gpu, results: Path | None = None) -> Overview:
-    """Return the runs of a study with their state and cost; its data is not read."""
+def inspect_study(file: Path, gpu: Gpu, results: Path | None = None, only: Sequence[str] = ()) -> Overview:
+    """Return the runs of a study with their state and cost, those with some of these words; its data is not read."""
     path, is_shipped = shipped.find_study(file)
     study = read_study(path)
     if results is None:  # shipped studies that were run here have their results here, beside the shipped ones
@@ -97,7 +98,7 @@ def inspect_study(file: Path, gpu: Gpu, results: Path | None = None) -> Overview
         results = shipped.WORKING_RESULTS if is_here else path.parent / "results"
     store = Results(results)
     runs = []
-    for cell in study.cells:
+    for cell in select_runs(study.cells, only):
         keys = {one.key for one in store.missing_evaluations(cell, study.outline.evaluations)}
         missing = tuple(title for title, one in study.outline.evaluations.items() if one.key in keys)
         runs.append(RunState(cell, cost.estimate_cell(study, cell, gpu), store.read(cell), missing))
