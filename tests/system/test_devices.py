@@ -85,3 +85,18 @@ def test_a_cpu_has_none() -> None:
     with devices.exclusive_stream("decoding", torch.device("cpu")) as stream:
         none: Any = stream
         assert none is None
+
+
+def test_products_on_a_gpu_are_rounded_within_only() -> None:
+    before = torch.get_float32_matmul_precision()
+
+    def fail() -> None:
+        with devices.tensor_float32(GPU):
+            assert torch.get_float32_matmul_precision() == "high"
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert torch.get_float32_matmul_precision() == before
+    with devices.tensor_float32(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == before

@@ -114,6 +114,20 @@ def _has_bfloat16() -> bool:
 
 
 @contextmanager
+def tensor_float32(device: torch.device) -> Iterator[None]:
+    """Let products of float32 matrices on a GPU round their inputs to 10 bits, which is several times as fast."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """Make operations that a GPU does not repeat to the bit errors, or replace them by others that it does repeat."""
     if not enabled:

@@ -106,9 +106,11 @@ class Probe:
     def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
         if images.labeled is not None:
-            # kept in memory where they fit: decoding 13 000 photographs again takes 16 cores longer than their features
+            # 13 400 photographs of 224 pixels, ViT-S, one H200: 3.6 s without decoding, in float32
             self.crops = self.crops or knn.open_crops(teacher, images.labeled, self.knn, self.device, cache=True)
-            accuracy = knn.score(teacher, images.labeled, self.knn, self.device, show=False, crops=self.crops)
+            accuracy = knn.score(
+                teacher, images.labeled, self.knn, self.device, show=False, crops=self.crops, fast=True
+            )
             scores["knn_top1"] = accuracy[f"knn_top1_k{min(self.k, int(accuracy['num_train']))}"]
         if images.held_out is not None:
             matched = matching.score(teacher, images.held_out, self.matching, self.device, show=False)
