@@ -1,6 +1,7 @@
 """Images/s of the training step of each arm of a study, one after the other, so that equal times can be chosen.
 
-    python benchmarks/arms.py STUDY [--only ARM] [--batch 64] [--steps 30] [--warmup 8] [--repeats 5] [--json FILE]
+    python benchmarks/arms.py STUDY [--only ARM] [--set train.parallel_teacher=true] [--batch 64]
+                              [--steps 30] [--warmup 8] [--repeats 5] [--json FILE]
 
 STUDY is a .yaml file. By the code that training runs, with the settings and batch of each arm and views of noise, made
 once; arms that only differ in data, seed or given weights are timed once. A distillation has its teacher's forward pass
@@ -14,11 +15,14 @@ import gc
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
+from adclr.config import parsing
 from adclr.config.distillation import DistillSettings
 from adclr.study.study_file import Cell, read_study
 from adclr.system import devices
@@ -71,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--only", action="append", default=[], help="arms whose name has this in it; may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all arms")
     parser.add_argument("--batch", type=int, help="instead of that of each arm")
     for name, number in (("steps", 30), ("warmup", 8), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=number)
@@ -86,6 +91,10 @@ def main() -> None:
                 print(f"{cell.label}: as {timed[key]}", flush=True)
             continue
         timed[key] = cell.label
+        if given.set:
+            changes = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given.set)}
+            settings = parsing.build(type(cell.settings), cell.settings.model_dump(mode="json"), changes)
+            cell = replace(cell, settings=settings)
         batch = given.batch or cell.settings.train.batch_size
         once = work(cell, batch, device)
         for _ in range(given.warmup):

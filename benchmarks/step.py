@@ -1,7 +1,7 @@
 """Images/s, ms, GiB and share of peak arithmetic of the training step alone, beside a plain float16 DINO step.
 
     python benchmarks/step.py [--only "ADCLR ViT-S"] [--steps 10] [--warmup 5] [--repeats 3] [--json FILE]
-        [--uncompiled] [--tiny]
+        [--uncompiled] [--set train.parallel_teacher=true] [--tiny]
 
 A step is the teacher's and the student's forward, the losses, backward, clipping, AdamW, the teacher's average and the
 centers, by the code that training runs; views are noise, made once, so there is no data path in it. Each figure is the
@@ -18,12 +18,13 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from plain_dino import PlainDino
 
 from adclr.config import parsing
@@ -62,12 +63,13 @@ class Case:
     queries: int | None = None  # the recipe's
     deterministic: bool = False
 
-    def settings(self, tiny: bool, uncompiled: bool = False) -> Settings:
+    def settings(self, tiny: bool, uncompiled: bool = False, given: Sequence[str] = ()) -> Settings:
         changes: dict[str, Any] = {"model.size": self.size, "views.num_local": self.local}
         if uncompiled:
             changes["train.compile"] = "off"
         if self.queries is not None:
             changes["views.num_queries"] = self.queries
+        changes |= {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given)}
         return parsing.build(Settings, parsing.load_recipe(RECIPES[self.method]), changes, TINY if tiny else {})
 
     def name(self, settings: Settings) -> str:
@@ -125,7 +127,7 @@ def work(case: Case, settings: Settings, batch: int, device: torch.device) -> Ca
 
 
 def measure(case: Case, device: torch.device, peak: float, given: argparse.Namespace) -> Row:
-    settings = case.settings(given.tiny, given.uncompiled)
+    settings = case.settings(given.tiny, given.uncompiled, given.set)
     batch = 4 if given.tiny else case.batch
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
@@ -211,6 +213,7 @@ def main() -> None:
     for name, default in (("steps", 10), ("warmup", 5), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after every row")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all rows")
     parser.add_argument("--uncompiled", action="store_true", help="blocks as runs of fewer than 50 000 steps have them")
     parser.add_argument("--tiny", action="store_true", help="tiny models and 4 images, to see that it runs")
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
@@ -237,7 +240,7 @@ def main() -> None:
     def save() -> None:
         if given.json:
             facts = {"machine": machine, "cuda": torch.version.cuda, "matmul_tflops": peak / 1e12, "tiny": given.tiny}
-            facts |= {name: getattr(given, name) for name in ("steps", "warmup", "repeats", "uncompiled")}
+            facts |= {name: getattr(given, name) for name in ("steps", "warmup", "repeats", "uncompiled", "set")}
             actual = {"rows": [asdict(row) for row in rows], "failed": failed, "ratios": dict(ratios(rows))}
             write_json(given.json, facts | actual | {"provenance": started})
 

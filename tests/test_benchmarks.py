@@ -170,6 +170,7 @@ def test_the_step_of_a_distillation_is_timed(tmp_path: Path) -> None:
 
 def test_the_step_of_each_arm_of_a_study_is_timed_once(tmp_path: Path) -> None:
     few = ("--batch", "2", "--steps", "1", "--warmup", "1", "--repeats", "1", "--json", str(tmp_path / "rows.json"))
+    few += ("--set", "train.parallel_teacher=true", "--set", "views.num_local=1")
     text = run("arms.py", str(ROOT / "studies/distill_scenes.yaml"), *few)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ["teacher", "distilled", "from scratch, as long"]

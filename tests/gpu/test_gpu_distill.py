@@ -91,9 +91,11 @@ def test_a_recorded_step_is_the_step(teacher: Path, student: str) -> None:
             assert torch.equal(tensor, b[name]), name  # the number of batches
 
 
-def test_a_recorded_vit_is_the_same_to_the_bit(teacher: Path) -> None:
-    settings = settings_of(teacher, "vit", drop_path=0.2)
-    (a, losses_a), (b, losses_b) = (steps_of(settings, 5, recorded) for recorded in (False, True))
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_recorded_vit_is_the_same_to_the_bit(teacher: Path, parallel: bool) -> None:
+    """Also if the teacher runs beside the student."""
+    plain, other = (settings_of(teacher, "vit", drop_path=0.2, parallel_teacher=value) for value in (False, parallel))
+    (a, losses_a), (b, losses_b) = steps_of(plain, 5, recorded=False), steps_of(other, 5, recorded=True)
     assert torch.equal(losses_a, losses_b)
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 

@@ -118,6 +118,19 @@ def test_a_recorded_step_is_the_step(masked_weight: float) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_teacher_beside_the_student_changes_nothing(recorded: bool) -> None:
+    settings, views = default_views(8, CUDA, **SMALL, masked_weight=1.0)
+    parallel = settings.model_copy(update={"train": settings.train.model_copy(update={"parallel_teacher": True})})
+    with deterministic(True):
+        plain, losses = steps_of(settings, views, 12, compiled=False, recorded=recorded)
+        again, same = steps_of(parallel, views, 12, compiled=False, recorded=recorded)
+    assert again.parallel_teacher
+    assert same == losses
+    for (name, a), b in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("changes", [{}, {"target": "sinkhorn"}, {"query_keys": "patches"}, {"num_local": 0}, DINOV3])
 def test_recording_changes_nothing_to_the_bit(changes: dict[str, Any]) -> None:
     """Student, teacher, centers and moments after a step are those of before when recording is done."""

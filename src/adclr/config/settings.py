@@ -284,6 +284,9 @@ class Train(Section):
     cuda_graph: Literal["auto", "off"] = runtime(
         "auto", "record the step as one CUDA graph; auto: on one GPU without gradient accumulation"
     )
+    parallel_teacher: bool = runtime(
+        False, "on a GPU, run the teacher beside the student, on a CUDA stream of its own; not with train.shard"
+    )
     checkpoint_activations: bool = runtime(False, "recompute activations in backward: less memory, more time")
     shard: bool = runtime(
         False, "shard weights and optimizer state over the processes (FSDP2), for ViT-L and larger; not compiled"
@@ -407,6 +410,10 @@ class Settings(Section):
         )
         if self.method.anchor_weight and self.model.init is None:
             raise ValueError("method.anchor_weight anchors to given weights; set model.init too, or leave it out")
+        if self.train.parallel_teacher and self.train.shard:
+            raise ValueError(
+                "train.parallel_teacher needs the whole teacher in each process; leave out train.shard or it"
+            )
         refuse_epochs(self.train.epochs, self.optim.warmup_epochs, self.frozen_epochs, self.model.init is not None)
         refuse_micro_batch(self.train.batch_size, self.train.micro_batch_size)
         return self

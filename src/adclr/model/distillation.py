@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from adclr.model.feature_network import FeatureNetwork
 from adclr.model.named_tensors import Input, Tokens, Views
+from adclr.model.ops import streams
 from adclr.model.vit import VisionTransformer
 
 Grid = tuple[int, int]
@@ -93,6 +94,7 @@ class Distillation(nn.Module):
         self.student, self.teacher = student, teacher
         self.cls_weight, self.patch_weight, self.smooth_l1_weight = cls_weight, patch_weight, smooth_l1_weight
         self.grid = grid
+        self.parallel_teacher = False  # on a GPU: beside the student
         self._statistics: list[Tensor] | None = None  # the student's buffers before the step, while a step runs
         self.train()
 
@@ -109,8 +111,8 @@ class Distillation(nn.Module):
         """
         self._remember_statistics()
         crops = [t.flatten(0, 1) for t in (views.global_crops, views.local_crops) if t is not None]
-        targets = self.teacher_tokens(crops)
-        outputs = self.student.backbone.forward_many([Input(images) for images in crops])
+        device = views.global_crops.device if self.parallel_teacher else None
+        targets, outputs = streams.beside(self.teacher_tokens, self._student_tokens, crops, device)
         shares = [len(images) / sum(map(len, crops)) for images in crops]
         parts = [
             torch.stack([*self.cls_loss(output, target), *self.patch_loss(output, target, images)]) * share
@@ -119,6 +121,9 @@ class Distillation(nn.Module):
         cls, cosine_cls, patches, cosine_patches = torch.stack(parts).sum(dim=0).unbind()
         total = self.cls_weight * cls + self.patch_weight * patches + 0 * temperature
         return DistillationLosses(total, cls, patches, cosine_cls, cosine_patches)
+
+    def _student_tokens(self, crops: list[Tensor]) -> list[Tokens]:
+        return self.student.backbone.forward_many([Input(images) for images in crops])
 
     @torch.no_grad()
     def teacher_tokens(self, crops: list[Tensor]) -> list[Tokens]:

@@ -17,7 +17,7 @@ from adclr.model.heads import Branch as Branch
 from adclr.model.heads import ProjectionHead
 from adclr.model.losses import Center, anchor_loss, masked_loss, neighbor_weights, paired_loss, sinkhorn
 from adclr.model.named_tensors import Input, Views
-from adclr.model.ops import head_loss
+from adclr.model.ops import head_loss, streams
 from adclr.model.vit import VisionTransformer
 from adclr.system import distributed
 
@@ -90,7 +90,7 @@ class ADCLR(nn.Module):
         self.anchor, self.anchor_weight = anchor, anchor_weight
         if self.anchor is not None:
             self.anchor.requires_grad_(False)
-        self.student_temperature = student_temperature
+        self.student_temperature, self.parallel_teacher = student_temperature, False
         self.target = target
         self.queries_in_local_views = queries_in_local_views
         self.anchored_queries, self.query_copies = anchored_queries, 2 if read_only_copies else 1
@@ -123,8 +123,8 @@ class ADCLR(nn.Module):
         if query_temperature is None:
             query_temperature = teacher_temperature
         if self._runs_kernels(views.global_crops):
-            teacher = self._project_teacher(views)
-            student, patches = self._project_student(views)
+            device = views.global_crops.device if self.parallel_teacher else None
+            teacher, (student, patches) = streams.beside(self._project_teacher, self._project_student, views, device)
             losses = self._fused_losses(teacher, student, views, teacher_temperature, query_temperature)
         else:
             targets = self.teacher_targets(views, teacher_temperature, query_temperature)

@@ -113,7 +113,7 @@ def assemble(settings: DistillSettings, teacher: VisionTransformer) -> Distillat
         backbone.float32_residual = settings.train.residual_precision == "float32"
         if settings.train.checkpoint_activations:
             backbone.checkpoint_blocks()
-    return Distillation(
+    method = Distillation(
         Student(backbone, head),
         Teacher(teacher),
         cls_weight=distill.cls_weight,
@@ -121,6 +121,8 @@ def assemble(settings: DistillSettings, teacher: VisionTransformer) -> Distillat
         smooth_l1_weight=distill.smooth_l1_weight,
         grid=distill.grid,
     )
+    method.parallel_teacher = settings.train.parallel_teacher
+    return method
 
 
 def _build_student(settings: DistillSettings) -> Backbone:

@@ -73,6 +73,7 @@ def build(settings: Settings) -> ADCLR:
         anchor=shape.build() if method.anchor_weight else None,
         anchor_weight=method.anchor_weight,
     )
+    model.parallel_teacher = settings.train.parallel_teacher
     if settings.train.checkpoint_activations:
         model.student.backbone.checkpoint_blocks()
     for backbone in (model.student.backbone, model.teacher.backbone):
