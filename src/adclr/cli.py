@@ -116,6 +116,10 @@ def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
     settings = build(evaluation.Settings, evals.load_recipe(name, options.recipe), values)
     out = _path(options.out) or evals.result_path(name, settings)
     evals.run_evaluation(name, settings, out, say=True, overwrite=options.overwrite)
+    if os.environ.get("RANK", "0") == "0":
+        from adclr import report
+
+        report.refresh_report(out)
 
 
 def _embed(options: Namespace, values: dict[str, Any]) -> None:

@@ -120,6 +120,31 @@ def test_what_was_evaluated_beside_the_run_is_on_the_page(run: Path, adclr: Adcl
     assert "broken" not in text
 
 
+def test_an_evaluation_brings_the_page_of_its_run_up_to_date(
+    run: Path, images: Path, tmp_path: Path, adclr: Adclr
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "evals")
+    report.write_report([str(folder)], None)
+    page = folder / "report.html"
+    command = ["evaluate", "knn", "--weights", folder, "--data", images, "k=3"]
+    done = adclr(*command, "--out", tmp_path / "elsewhere.json")
+    assert done.returncode == 0, done.stderr
+    assert "<b>knn</b>" not in page.read_text()  # scores elsewhere are not on it
+    done = adclr(*command)
+    assert done.returncode == 0, done.stderr
+    assert page.read_text().count("<b>knn</b>") == 1
+    page.write_text("my notes")
+    done = adclr(*command, "features=both")
+    assert done.returncode == 0, done.stderr
+    assert page.read_text() == "my notes"
+    page.unlink()
+    done = adclr(*command, "features=mean_patch")
+    assert done.returncode == 0, done.stderr
+    assert not page.exists()  # who switched it off does not get one
+
+
 def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "second"
     shutil.copytree(run, other)

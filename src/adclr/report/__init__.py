@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from adclr.report.record import read_record
 from adclr.system import outputs
 from adclr.system.files import check_writable, write_atomically
 from adclr.system.outputs import is_searched
+from adclr.system.runs import Run
 
 FILE = "report.html"
 
@@ -36,3 +38,12 @@ def write_report(runs: Sequence[str], out: Path | None, overwrite: bool = False)
         records = [replace(record, name=str(record.path)) for record in records]
     write_atomically(out, render_page(records).encode(errors="backslashreplace"), durable=False)
     return out
+
+
+def refresh_report(scores: Path) -> None:
+    """Write the page of a finished run anew after an evaluation, if its scores are in the run and the page is ours."""
+    run = Path(*scores.parts[:-3])
+    if scores.parts[-3:-2] != ("evals",) or not Run(run).finished or outputs.read_author(run / FILE) != "report":
+        return
+    with suppress(UserError, OSError):  # the scores are what was asked for
+        write_report([str(run)], None)
