@@ -116,7 +116,7 @@ def _evaluate(options: Namespace, values: dict[str, Any]) -> None:
     settings = build(evaluation.Settings, evals.load_recipe(name, options.recipe), values)
     out = _path(options.out) or evals.result_path(name, settings)
     evals.run_evaluation(name, settings, out, say=True, overwrite=options.overwrite)
-    if os.environ.get("RANK", "0") == "0":
+    if (out.parent.parent.parent / "report.html").exists():
         from adclr import report
 
         report.refresh_report(out)
@@ -147,8 +147,8 @@ def _plan(options: Namespace, values: dict[str, Any]) -> None:
 
     gpu = plan_gpus.find_gpu(options.gpu, options.gpu_memory, options.gpu_tflops)
     run = options.data, options.images, options.recipe, values
-    out, file = _path(options.out), _path(options.json)
-    planning.plan_run(*run, gpu, options.gpus, out, file, options.overwrite, options.teacher)
+    files = _path(options.out), _path(options.json), options.overwrite
+    planning.plan_run(*run, gpu, options.gpus, *files, options.teacher)
 
 
 def _export(options: Namespace, _: dict[str, Any]) -> None:
@@ -249,12 +249,8 @@ def parser() -> Parser:
     add("--from-scratch", action="store_true", help="score the same ViT untrained, as a control")
     add("--out", metavar="FILE", help="JSON file of the scores (default: in evals/NAME/ beside the weights)")
 
-    add = command(
-        "embed",
-        _embed,
-        "write features of images: one vector per image, or patch maps",
-        "adclr.features.embedding:EmbeddingSettings",
-    )
+    settings = "adclr.features.embedding:EmbeddingSettings"
+    add = command("embed", _embed, "write features of images: one vector per image, or patch maps", settings)
     add("weights", nargs="?", metavar="W", help=W)
     add("images", nargs="?", metavar="IMAGES", help=collection)
     add("--out", metavar="PATH", help="a .parquet file, or a folder of part files; s3://, gs:// and az:// work too")
@@ -304,12 +300,10 @@ def parser() -> Parser:
     add("--gpu", metavar="NAME", help="GPU that the cost is estimated for: rtx4090, a100-80gb, ... (default: h200)")
     add("--out", default="runs/studies", metavar="DIR", help="directory of the runs (default: %(default)s)")
     add("--results", metavar="DIR", help="directory of table and figure (default: results/ beside the study)")
-    only = "make the runs with these words in their name, such as 'DINO, seed 2'; may be repeated"
-    add("--only", action="append", default=[], metavar="WORDS", help=only)
+    add("--only", action="append", default=[], metavar="TEXT", help="make the runs whose names contain this text")
     add("--minutes", type=positive, metavar="N", help="start no run that would end after N minutes")
     add("--at-once", type=count, metavar="N", help="runs on each GPU at a time (default: 1); with slurm: jobs at once")
-    launchers = "make runs on this machine, or as an array of SLURM jobs (default: %(default)s)"
-    add("--launcher", choices=("local", "slurm"), default="local", help=launchers)
+    add("--launcher", choices=("local", "slurm"), default="local", help="slurm: make runs as an array of SLURM jobs")
     add("--slurm", default="", metavar="OPTIONS", help='options of sbatch: "--partition=gpu --gpus=1 --time=4:00:00"')
 
     add = command(

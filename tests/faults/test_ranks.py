@@ -169,6 +169,7 @@ with distributed.session(cpu):
         told += [str(bool(ok)), state()]
     with open(f"{out}.{{distributed.rank()}}", "w") as file:
         file.write(" ".join(told))
+    del step, optimizer, method  # at the interpreter's end, what holds on to the group can abort the process
 """
 
 

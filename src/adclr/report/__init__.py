@@ -42,8 +42,9 @@ def write_report(runs: Sequence[str], out: Path | None, overwrite: bool = False)
 
 def refresh_report(scores: Path) -> None:
     """Write the page of a finished run anew after an evaluation, if its scores are in the run and the page is ours."""
-    run = Path(*scores.parts[:-3])
-    if scores.parts[-3:-2] != ("evals",) or not Run(run).finished or outputs.read_author(run / FILE) != "report":
+    run, is_main = Path(*scores.parts[:-3]), os.environ.get("RANK", "0") == "0"
+    is_ours = scores.parts[-3:-2] == ("evals",) and outputs.read_author(run / FILE) == "report"
+    if not (is_main and is_ours and Run(run).finished):
         return
     with suppress(UserError, OSError):  # the scores are what was asked for
         write_report([str(run)], None)
