@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from adclr.config import parsing
 from adclr.config.distillation import DistillSettings
@@ -81,7 +80,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    device, rows, timed = devices.select_device("auto"), [], dict[str, str]()
+    device, rows = devices.select_device("auto"), []
+    timed: dict[str, str] = {}  # what decides the time of a step -> the first arm with it
     for cell in read_study(given.study).cells:
         if cell.untrained or (given.only and not any(words in cell.label for words in given.only)):
             continue
@@ -92,16 +92,12 @@ def main() -> None:
             continue
         timed[key] = cell.label
         if given.set:
-            changes = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given.set)}
+            changes = parsing.parse_words(given.set)
             settings = parsing.build(type(cell.settings), cell.settings.model_dump(mode="json"), changes)
             cell = replace(cell, settings=settings)
         batch = given.batch or cell.settings.train.batch_size
         once = work(cell, batch, device)
-        for _ in range(given.warmup):
-            once()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent = time_calls(once, device, given.steps, given.repeats)
+        spent = time_calls(once, device, given.steps, given.repeats, given.warmup)
         middle = statistics.median(spent)
         row = {"arm": cell.label, "batch": batch, "images_per_second": batch / middle, "milliseconds": 1000 * middle}
         row |= {"least_milliseconds": 1000 * min(spent), "most_milliseconds": 1000 * max(spent)}

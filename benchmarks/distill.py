@@ -106,11 +106,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
         first = time.monotonic() - started
-        for _ in range(given.warmup):
-            once()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent = time_calls(once, device, given.steps, given.repeats)
+        spent = time_calls(once, device, given.steps, given.repeats, given.warmup)
         middle = statistics.median(spent)
         gib = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
         row = {"images_per_second": batch / middle, "milliseconds": 1000 * middle, "gib": gib}

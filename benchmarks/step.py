@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from plain_dino import PlainDino
 
 from adclr.config import parsing
@@ -69,7 +68,7 @@ class Case:
             changes["train.compile"] = "off"
         if self.queries is not None:
             changes["views.num_queries"] = self.queries
-        changes |= {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given)}
+        changes |= parsing.parse_words(given)
         return parsing.build(Settings, parsing.load_recipe(RECIPES[self.method]), changes, TINY if tiny else {})
 
     def name(self, settings: Settings) -> str:
@@ -133,11 +132,7 @@ def measure(case: Case, device: torch.device, peak: float, given: argparse.Names
         torch.cuda.reset_peak_memory_stats()  # what is recorded as a graph takes its memory then, and never again
     with devices.deterministic(case.deterministic):
         once = work(case, settings, batch, device)
-        for _ in range(given.warmup):
-            once()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent = time_calls(once, device, given.steps, given.repeats)
+        spent = time_calls(once, device, given.steps, given.repeats, given.warmup)
     middle = statistics.median(spent)
     operations = plan_cost.flops(settings, round(plan_cost.hidden_patches(settings))).step
     return Row(

@@ -6,7 +6,10 @@ On a machine without a GPU the same code asks torchvision's decoder of the CPU f
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,6 +199,41 @@ def test_one_file_that_the_gpu_refuses_is_one_file(monkeypatch: pytest.MonkeyPat
     expected = decoder(odd)
     actual = batch.packed.bytes[batch.packed.offsets[4] :][: expected.size].cpu().numpy()
     assert np.array_equal(actual, expected.reshape(-1))
+
+
+def test_a_batch_has_a_stream_of_its_own_and_waits_before_each_call_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where files are decoded one by one: those that are turned upright are still read by the stream."""
+    from adclr.data import nvjpeg
+
+    calls: list[str] = []
+    real, cpu, gpu = nvjpeg._nvjpeg, torch.device("cpu"), torch.device("cuda:0")
+
+    @contextmanager
+    def stream(device: torch.device) -> Iterator[None]:
+        assert device == gpu
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    def one_by_one(data: list[bytes], device: torch.device) -> list[torch.Tensor]:
+        assert device == gpu
+        calls.append(f"decode {len(data)}")
+        if len(data) > 1:
+            raise RuntimeError("nvJPEG: not all at once")
+        return real(data, cpu)
+
+    waiting = SimpleNamespace(synchronize=lambda: calls.append("wait"))
+    monkeypatch.setattr(nvjpeg, "decoding_stream", stream)
+    monkeypatch.setattr(nvjpeg, "_nvjpeg", one_by_one)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: waiting)
+    decoder = GpuDecoder(Decoder(), gpu)
+    items = [decoder.take(jpeg(0)), decoder.take(jpeg(1, orientation=6))]
+    packed, failed = decoder.pack([item for item in items if item is not None])
+    assert packed is not None
+    assert not failed
+    assert calls == ["begin", "wait", "decode 2", *["wait", "decode 1"] * 2, "end"]
 
 
 @pytest.mark.parametrize(("subsampling", "near"), [(0, NEAR), (2, 2.0 if ON_GPU else 0.0)])

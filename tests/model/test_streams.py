@@ -17,30 +17,30 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 
 class Named:
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
 
     def wait_stream(self, other: Named) -> None:
-        self.told.append(f"{self.name} waits for {other.name}")
+        self.calls.append(f"{self.name} waits for {other.name}")
 
 
 def test_both_begin_after_what_was_before_and_what_follows_waits_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(streams, "_side_stream", lambda _: Named("side", told))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Named("main", told))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: told.append(f"on {stream.name}") or nullcontext())
+    calls: list[str] = []
+    monkeypatch.setattr(streams, "_side_stream", lambda _: Named("side", calls))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Named("main", calls))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(f"on {stream.name}") or nullcontext())
 
     def first(number: int) -> str:
-        told.append("first")
+        calls.append("first")
         return f"first {number}"
 
     def second(number: int) -> int:
-        told.append("second")
+        calls.append("second")
         return number + 1
 
     for device in (GPU, CPU, None):
         assert streams.beside(first, second, 3, device) == ("first 3", 4)
-    assert told == [
+    assert calls == [
         "side waits for main",
         "on side",
         "first",

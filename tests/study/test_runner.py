@@ -78,19 +78,19 @@ def test_only_the_runs_that_are_named_are_made(tmp_path: Path, photos: Path, adc
     arms = {"first": None, "second": {"settings": {"momentum": 0.97}}}
     file = study(tmp_path / "studies", **REAL | {"arms": arms, "control": "first", "seeds": [0, 1]})
     options = ["--out", tmp_path / "runs", f"photos={photos}"]
-    planned = adclr("study", file, "--only", "second, seed 1", "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert "second, seed 1" in planned.stdout
-    assert "first, seed" not in planned.stdout
-    made = adclr("study", file, "--only", "second, seed 1", *options)
-    assert made.returncode == 0, made.stderr
+    listing = adclr("study", file, "--only", "second, seed 1", "--dry-run")
+    assert listing.returncode == 0, listing.stderr
+    assert "second, seed 1" in listing.stdout
+    assert "first, seed" not in listing.stdout
+    done = adclr("study", file, "--only", "second, seed 1", *options)
+    assert done.returncode == 0, done.stderr
     (result,) = (tmp_path / "studies/results/runs").glob("*.json")
     trained = json.loads(result.read_text())["settings"]
     assert (trained["method.momentum"], trained["train.seed"]) == (0.97, 1)
-    assert "3 of 4 runs are missing" in made.stdout
-    mistaken = adclr("study", file, "--only", "third", *options)
-    assert mistaken.returncode == 2
-    assert mistaken.stderr.splitlines()[-1] == (
+    assert "3 of 4 runs are missing" in done.stdout
+    refused = adclr("study", file, "--only", "third", *options)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
         "adclr: no run has 'third' in its name; there are: first, seed 0; second, seed 0; first, seed 1; second, seed 1"
     )
 

@@ -17,12 +17,12 @@ GPU = torch.device("cuda:0")
 class Stream:
     """A stream with work that waiting for it does."""
 
-    made: list[Stream]
+    instances: list[Stream]
 
     def __init__(self, device: torch.device) -> None:
         assert device == GPU
         self.pending = 0
-        Stream.made.append(self)
+        Stream.instances.append(self)
 
     def synchronize(self) -> None:
         self.pending = 0
@@ -30,12 +30,12 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    Stream.made = []
+    Stream.instances = []
     monkeypatch.setattr(devices, "_idle_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    return Stream.made
+    return Stream.instances
 
 
 def test_two_threads_never_have_one_stream_and_find_nothing_left_on_theirs(streams: list[Stream]) -> None:

@@ -112,6 +112,10 @@ def test_a_run_leaves_what_explains_it(images: Path, tmp_path: Path) -> None:
     assert all(row["images_per_second"] > 0 for row in timing[:-1])
     assert timing[0]["seconds_to_first_step"] == results["seconds_to_first_step"]  # without the probe before it
     assert timing[0]["seconds_to_first_step"] <= timing[0]["seconds_starting"] + timing[0]["seconds"]
+    parts = timing[0]["parts_of_starting"]
+    assert list(parts) == ["program", "list of images", "torch", "network", "images", "compiling"]
+    assert sum(parts.values()) == pytest.approx(timing[0]["seconds_starting"], abs=0.5)
+    assert not any("parts_of_starting" in row for row in timing[1:])
     for part in ("looking", "probing", "saving"):
         spent = sum(row.get(f"seconds_{part}", 0.0) for row in timing)
         assert 0 < spent < 60, part

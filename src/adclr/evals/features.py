@@ -48,7 +48,7 @@ class CenterCrops:
         shared: bool = False,
         cache: bool = False,
     ) -> None:
-        self.weights, self.source, self.device = weights, source, device
+        self.source, self.device, self.normalize = source, device, normalizer(weights, device)
         self.shared = shared and distributed.world_size() > 1
         indices = distributed.local_range(len(source)) if self.shared else range(len(source))
         self.order = split_batches(np.asarray(indices, np.int64), batch_size)
@@ -82,7 +82,7 @@ def compute_features(
     crops: CenterCrops, pool: Callable[[Tensor], Tensor], name: str = "features", show: bool = True
 ) -> Features:
     """Return `pool(images)` of every readable image, in float32; of all processes together if they share the source."""
-    normalize, source = normalizer(crops.weights, crops.device), crops.source
+    normalize, source = crops.normalize, crops.source
     values, indices = [], []
     for batch in track(crops, name, len(crops), show):
         for group in batch.groups:

@@ -106,7 +106,7 @@ class Probe:
     def _score(self, teacher: Weights) -> dict[str, float]:
         scores, images = {}, self.images
         if images.labeled is not None:
-            # 13 400 photographs of 224 pixels, ViT-S, one H200: 3.6 s without decoding, in float32
+            # decoded once, and fast: features of 13 400 photographs (ViT-S, 224 pixels, H200) take 3.6 s in float32
             self.crops = self.crops or knn.open_crops(teacher, images.labeled, self.knn, self.device, cache=True)
             accuracy = knn.score(
                 teacher, images.labeled, self.knn, self.device, show=False, crops=self.crops, fast=True

@@ -150,8 +150,14 @@ def _data_parallel(method: Method, settings: Settings) -> DistributedDataParalle
     return model
 
 
-def time_calls(work: Callable[[], object], device: torch.device, count: int, repeats: int = 1) -> list[float]:
-    """Return the seconds of one call, the mean of `count` in a row, for each repeat; the caller warms up."""
+def time_calls(
+    work: Callable[[], object], device: torch.device, count: int, repeats: int = 1, warmup: int = 0
+) -> list[float]:
+    """Return the seconds of one call, the mean of `count` in a row, for each repeat, after `warmup` calls."""
+    for _ in range(warmup):
+        work()
+    if warmup and device.type == "cuda":
+        torch.cuda.synchronize(device)
     seconds = []
     for _ in range(repeats):
         if device.type == "cuda":  # by the GPU's clock: the host runs ahead of it
