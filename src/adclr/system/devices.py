@@ -95,7 +95,7 @@ def decoding_stream(device: torch.device) -> AbstractContextManager[torch.cuda.S
 
     torchvision's decoder writes into memory of the current stream from a stream that waits for nothing. So memory that
     was freed while operations on the current stream still had to read it would be overwritten before they did, by the
-    images that another thread decodes. On a busy GPU that ended in an index out of bounds.
+    images that another thread decodes. The likely cause of a device-side assertion on a busy GPU (docs/log.md).
     """
     return exclusive_stream("decoding", device)
 
